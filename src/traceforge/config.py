@@ -1,0 +1,316 @@
+"""Every setting and its default. TOML in, JSON out; imports no torch.
+
+A run file has one table per section below. An unknown key, a value out of range, or two settings that cannot be
+honoured together is a `ConfigError` that names them; nothing is adjusted silently. Units stand in the names.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from traceforge.errors import ConfigError, closest
+
+LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelSettings(_Section):
+    """`[model]`: the base weights and how they are held."""
+
+    name_or_path: str
+    """A folder with safetensors and a tokenizer, or a hub id."""
+    revision: str | None = None
+    """Hub ids only: commit, tag or branch. It is resolved to a commit, which is loaded and recorded."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Dtype of frozen weights and of the arithmetic. Trained weights are always held in float32."""
+    quantization: Literal["none", "nf4"] = "none"
+    """`nf4`: frozen linears in 4 bits (double quantisation, bitsandbytes), on CUDA and on the CPU."""
+    attention: Literal["auto", "tree", "plain"] = "auto"
+    """`tree`: several samples in one row. `plain`: one sample a row through the model's own SDPA attention.
+    `auto`: tree if the start-up self-test admits the model, else plain; the report says which ran and why."""
+    template_file: Path | None = None
+    """A Jinja chat template to use instead of the tokenizer's own."""
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the chat template, for example `enable_thinking = false`."""
+
+
+class AdapterSettings(_Section):
+    """`[adapter]`: what is trained."""
+
+    kind: Literal["lora", "none"] = "lora"
+    """`none` trains all parameters."""
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(16.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """LoRA dropout. Not 0 means that samples cannot share computation."""
+    target_modules: tuple[str, ...] = LINEAR_MODULES
+    init: Path | None = None
+    """A saved adapter to go on from; its rank, alpha and modules must equal the ones above."""
+
+
+class DataSource(_Section):
+    """One entry of `data.train`."""
+
+    path: str
+    """A folder made by `traceforge build sft`, a `.jsonl` of instruction or prompt-completion rows, or a hub id."""
+    weight: float = Field(1.0, gt=0)
+    """How many times each group is seen in one pass. 0.5: a different seeded half in each pass."""
+
+
+class DataSettings(_Section):
+    """`[data]`: samples, their rendering, lengths and split."""
+
+    train: tuple[DataSource, ...] = Field(min_length=1)
+    """One path, or a list of `{path, weight}`."""
+    evaluation: str | None = None
+    """A source held out entirely. Excludes `evaluation_fraction`."""
+    evaluation_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of the tasks (not samples) held out from `train`; at least one task if above 0."""
+    revision: str | None = None
+    """Hub ids only: commit, tag or branch of the data set."""
+    train_rows: int | None = Field(None, ge=1)
+    """Row files: take exactly this many trainable rows, chosen by a stable hash of row id and seed."""
+    evaluation_rows: int | None = Field(None, ge=1)
+    """Row files: hold out this many rows, chosen the same way, after the training rows."""
+    rendering: Literal["chat", "transcript"] = "chat"
+    """`chat`: the model's own template, each turn as at inference. `transcript`: the history as one user message."""
+    target: Literal["turn", "action"] = "turn"
+    """`turn`: reasoning, text and tool calls. `action`: the tool calls (or the fenced command) only."""
+    loss_on: Literal["target", "all"] = "target"
+    """`all` trains the context too, except what the generation prompt emits."""
+    max_tokens: int = Field(2048, ge=2)
+    """Longest sample, prompt and ending together."""
+    length_policy: Literal["shorten_observations", "refuse", "drop_oldest", "truncate_end"] = "shorten_observations"
+    observation_limit_tokens: int = Field(1024, ge=8)
+    """`shorten_observations`: tokens of one observation that are kept, half at its head and half at its tail."""
+    group: Literal["trajectory", "none"] = "trajectory"
+    """What an update never splits: all turns of a trajectory, or nothing."""
+    seed: int = 42
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _one_path_is_a_list_of_one(cls, given: object) -> object:
+        return [{"path": given}] if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _one_way_to_hold_out(self) -> DataSettings:
+        ways = [
+            name
+            for name, given in (
+                ("data.evaluation", self.evaluation is not None),
+                ("data.evaluation_fraction", self.evaluation_fraction > 0),
+                ("data.evaluation_rows", self.evaluation_rows is not None),
+            )
+            if given
+        ]
+        if len(ways) > 1:
+            raise ValueError(f"{' and '.join(ways)} exclude each other; keep one")
+        return self
+
+
+class SftObjective(_Section):
+    """`[objective]` with `method = "sft"`: weighted negative log-likelihood of the trained tokens."""
+
+    method: Literal["sft"] = "sft"
+
+
+class OptimizerSettings(_Section):
+    """`[optimizer]`."""
+
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    learning_rate: float = Field(2e-4, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = Field(1e-8, gt=0)
+    max_gradient_norm: float | None = Field(1.0, gt=0)
+    """Clip the gradient of a whole update to this norm; unset with `--set optimizer.max_gradient_norm=none`."""
+
+
+class ScheduleSettings(_Section):
+    """`[schedule]`: the learning rate as a function of the update number."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """`linear` and `cosine` reach 0 one update after the last."""
+    warmup_updates: int = Field(0, ge=0)
+
+
+class TrainingSettings(_Section):
+    """`[training]`: how much is trained, in updates. One of `updates` and `passes`; without both, one pass."""
+
+    updates: int | None = Field(None, ge=1)
+    passes: int | None = Field(None, ge=1)
+    samples_per_update: int = Field(4, ge=1)
+    tokens_per_row: int | None = Field(None, ge=2)
+    """Longest row of one forward pass; unset = data.max_tokens. Changes memory and speed, never the result."""
+    max_skipped_updates: int = Field(10, ge=1)
+    """Stop with an error after so many non-finite updates in a row."""
+    seed: int = 42
+
+    @model_validator(mode="after")
+    def _updates_or_passes(self) -> TrainingSettings:
+        if self.updates is not None and self.passes is not None:
+            raise ValueError("training.updates and training.passes exclude each other; keep one")
+        return self
+
+
+class EvaluationSettings(_Section):
+    """`[evaluation]`: the fixed sets that are measured before, during and after."""
+
+    at_start: bool = True
+    """Measure before the first update. Without it there is no baseline and the decision can only be `tune`."""
+    every_updates: int | None = Field(None, ge=1)
+    max_loss_increase: float = Field(0.05, ge=0)
+    """Gate: how far the held-out loss may end above its baseline, in nats per token."""
+    train_samples: int = Field(32, ge=1)
+    """Size of the fixed seeded part of the training samples that is measured."""
+    evaluation_samples: int = Field(256, ge=1)
+    """Most held-out samples measured; a seeded part if there are more."""
+
+
+class MemorySettings(_Section):
+    """`[memory]`: techniques that change memory and speed, never the result."""
+
+    recompute_layers: bool = False
+    """Keep only each layer's input and compute the layer again in the backward pass."""
+    logits_chunk_tokens: int = Field(512, ge=1)
+    """Trained positions whose logits exist at one time."""
+
+
+class CheckpointSettings(_Section):
+    """`[checkpoint]`: what a finished run can be extended from."""
+
+    every_updates: int | None = Field(None, ge=1)
+    """Besides the one that the end of a run always writes."""
+    keep: int = Field(2, ge=1)
+
+
+class EvidenceSettings(_Section):
+    """`[evidence]`."""
+
+    label: str | None = None
+    """Name of the run in evidence and report; unset = run_name. Runs of one label never overwrite each other."""
+
+
+class RunConfig(_Section):
+    """A whole run file."""
+
+    model: ModelSettings
+    adapter: AdapterSettings = AdapterSettings()
+    data: DataSettings
+    objective: SftObjective = SftObjective()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    training: TrainingSettings = TrainingSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    memory: MemorySettings = MemorySettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    evidence: EvidenceSettings = EvidenceSettings()
+    output_dir: Path = Path("runs")
+    run_name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+
+    @model_validator(mode="after")
+    def _settings_that_cannot_stand_together(self) -> RunConfig:
+        if self.tokens_per_row < self.data.max_tokens:
+            raise ValueError(
+                f"training.tokens_per_row ({self.tokens_per_row}) is below data.max_tokens ({self.data.max_tokens})"
+            )
+        if self.adapter.kind == "none" and self.model.quantization != "none":
+            raise ValueError(
+                f"adapter.kind = 'none' trains all parameters, model.quantization = {self.model.quantization!r} "
+                "freezes the linears; use adapter.kind = 'lora' or model.quantization = 'none'"
+            )
+        if self.adapter.kind == "none" and self.adapter.init is not None:
+            raise ValueError("adapter.init needs adapter.kind = 'lora'")
+        return self
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Longest row in tokens, with the default filled in."""
+        return self.training.tokens_per_row or self.data.max_tokens
+
+
+def load_run_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the run file at `path` with `section.field=value` overrides applied in order.
+
+    A relative path inside the file means relative to the working directory, like every path on the command line.
+
+    Raises:
+        ConfigError: the file is missing or no TOML, or a setting is unknown or wrong; the message names it.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the run file: {error.strerror}", hint="see examples/") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file: {error}") from error
+    for override in overrides:
+        _apply(raw, override)
+    return parse_run(raw, source=str(path))
+
+
+def parse_run(raw: dict[str, Any], *, source: str) -> RunConfig:
+    """Return the validated run; `source` names the file in errors.
+
+    Raises:
+        ConfigError: see `load_run_file`.
+    """
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(problem) for problem in error.errors()]
+        raise ConfigError(f"{source}: " + "; ".join(lines)) from error
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    keys = name.strip().split(".")
+    if not separator or not all(keys):
+        raise ConfigError(f"--set {override!r}: expected section.field=value", hint="--set training.updates=20")
+    target = raw
+    for depth, key in enumerate(keys[:-1], start=1):
+        target = target.setdefault(key, {})
+        if not isinstance(target, dict):
+            raise ConfigError(f"--set {override!r}: {'.'.join(keys[:depth])} is not a section")
+    target[keys[-1]] = _parse_value(text.strip())
+
+
+def _parse_value(text: str) -> Any:
+    """Read a value as TOML; a bare word is a string, `none` unsets."""
+    if text.lower() in {"none", "null"}:
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(problem: Any) -> str:
+    keys = [str(key) for key in problem["loc"]]
+    name = ".".join(keys)
+    if problem["type"] == "extra_forbidden":
+        guess = closest(keys[-1], _known_names(keys[:-1]))
+        return f"unknown setting {name}" + (f" (did you mean {'.'.join([*keys[:-1], guess])}?)" if guess else "")
+    if problem["type"] == "missing":
+        return f"missing setting {name}"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return message
+    given = json.dumps(problem["input"], default=str, ensure_ascii=False)
+    return f"{name} = {given if len(given) <= 80 else given[:77] + '...'}: {message}"
+
+
+def _known_names(keys: Sequence[str]) -> list[str]:
+    model: Any = RunConfig
+    for key in keys:
+        field = model.model_fields.get(key) if isinstance(model, type) and issubclass(model, BaseModel) else None
+        model = field.annotation if field is not None else None
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
