@@ -1,0 +1,18 @@
+"""Weighted negative log-likelihood: the SFT objective."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def weighted_nll(logp_N: Tensor, weights_N: Tensor) -> Tensor:
+    """Return `-sum(weights * logp)`, a scalar in nats.
+
+    A sum, never a mean: the caller divides by the token weights of the whole update, so no cut into micro-batches or
+    rows can change the result.
+
+    Args:
+        logp_N: log-probability of each trained token.
+        weights_N: its weight; 2 counts it twice (two samples train it), in the denominator too.
+    """
+    return -(weights_N.to(logp_N.dtype) * logp_N).sum()

@@ -1,0 +1,121 @@
+"""A folder of files that appear together or not at all, each with its sha256.
+
+Whole    Files are written under a temporary name in the target folder and renamed when all are complete; the manifest
+         goes last, after the old one was removed. A reader that finds a manifest whose hashes hold has a whole folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from traceforge.errors import StorageError
+
+MANIFEST = "manifest.json"
+
+
+class HashedFile:
+    """A file being written, with its size and sha256 so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_bytes = 0
+        self._hash = hashlib.sha256()
+        self._handle: BinaryIO = path.open("wb")
+
+    def write(self, chunk: bytes) -> None:
+        """Append bytes."""
+        self._handle.write(chunk)
+        self._hash.update(chunk)
+        self.num_bytes += len(chunk)
+
+    def finish(self) -> dict[str, Any]:
+        """Force the bytes to disk and return `{sha256, bytes}`."""
+        self._handle.flush()
+        os.fsync(self._handle.fileno())
+        self._handle.close()
+        return {"sha256": self._hash.hexdigest(), "bytes": self.num_bytes}
+
+    def close(self) -> None:
+        """Give the file handle back without a result."""
+        self._handle.close()
+
+
+class FolderWriter:
+    """Writes a folder as a context manager: nothing of it is left unless `commit` was reached.
+
+    Raises:
+        StorageError: writing failed (a full disk, a folder that is not writable), at any moment of the block.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, HashedFile] = {}
+        self._made_folder = False
+
+    def __enter__(self) -> FolderWriter:
+        try:
+            self._made_folder = not self.folder.exists()
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._failed(error) from error
+        return self
+
+    def file(self, name: str) -> HashedFile:
+        """Return a new file of the folder; it gets its name at `commit`."""
+        try:
+            self._files[name] = HashedFile(self.folder / f".{name}.{os.getpid()}.part")
+        except OSError as error:
+            raise self._failed(error) from error
+        return self._files[name]
+
+    def commit(self, manifest: dict[str, Any], *, stale: tuple[str, ...] = ()) -> None:
+        """Put every file in place and then `manifest.json`, with the files' hashes added as `outputs`.
+
+        Args:
+            manifest: JSON values.
+            stale: names of files an earlier build may have left that no longer belong to the folder.
+        """
+        outputs = {name: file.finish() for name, file in self._files.items()}
+        text = json.dumps({**manifest, "outputs": outputs}, indent=2, ensure_ascii=False) + "\n"
+        self.file(MANIFEST).write(text.encode())
+        self._files[MANIFEST].finish()
+        for name in (MANIFEST, *stale):
+            (self.folder / name).unlink(missing_ok=True)
+        for name, file in self._files.items():
+            file.path.replace(self.folder / name)
+        self._files.clear()
+        self._made_folder = False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files.values():
+            try:
+                file.close()
+            except OSError:
+                pass  # A full disk fails again when the buffer is flushed; the first error is the one to tell.
+            file.path.unlink(missing_ok=True)
+        if self._made_folder:
+            try:
+                self.folder.rmdir()
+            except OSError:
+                pass  # Somebody else put a file there.
+        if isinstance(error, OSError) and not isinstance(error, StorageError):
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"{self.folder}: cannot write: {error.strerror or error}",
+            hint="free space on the disk or choose another output folder; nothing was left half-written",
+        )
+
+
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file's bytes."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

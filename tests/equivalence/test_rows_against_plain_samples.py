@@ -1,0 +1,72 @@
+"""Any packing and any cut into micro-batches gives the loss and gradients of the samples run one by one.
+
+Tolerances (float32): loss 1e-6 relative, every gradient 1e-4 relative L2. They cover the order of summation only: a
+token that sees one wrong neighbour moves the loss by 1e-3 and more on these models. In float64: 1e-10.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.tiny_models import gradients, random_samples, reference_gradients, relative_l2, tiny_language_model
+from traceforge.training.update import backward, plan_update
+
+LENGTHS = (23, 5, 17, 40, 2, 31, 9, 12)
+FAMILIES = ("llama", "qwen3", "qwen2", "mistral")
+
+
+def assert_same_update(model, samples, *, tokens_per_row, loss_tolerance=1e-6, gradient_tolerance=1e-4, reference="eager"):
+    wanted_loss, wanted = reference_gradients(model, samples, attention=reference)
+    loss = backward(model, plan_update(model, samples, tokens_per_row=tokens_per_row))
+    found = gradients(model.model)
+    model.model.zero_grad(set_to_none=True)
+    assert abs(loss - wanted_loss) <= loss_tolerance * abs(wanted_loss)
+    assert found.keys() == wanted.keys()
+    assert all(wanted[name].norm() > 0 for name in wanted), "a gradient of zero would prove nothing"
+    worst = max((relative_l2(found[name], wanted[name]), name) for name in wanted)
+    assert worst[0] <= gradient_tolerance, worst
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tokens_per_row", [40, 64, 200])
+def test_packed_rows_give_the_update_of_plain_samples(family, tokens_per_row):
+    model = tiny_language_model(family)
+    assert model.tree
+    assert_same_update(model, random_samples(LENGTHS, weighted=True), tokens_per_row=tokens_per_row)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plain_path_gives_the_update_of_plain_samples(family):
+    model = tiny_language_model(family, attention="plain")
+    assert_same_update(model, random_samples(LENGTHS, weighted=True), tokens_per_row=64)
+
+
+@pytest.mark.parametrize("attention", ["tree", "plain"])
+def test_in_float64_rows_and_plain_samples_agree_to_rounding(attention):
+    model = tiny_language_model("qwen3", dtype=torch.float64, attention=attention)
+    samples = random_samples(LENGTHS, weighted=True)
+    assert_same_update(
+        model, samples, tokens_per_row=70, loss_tolerance=1e-10, gradient_tolerance=1e-10, reference="sdpa"
+    )
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_all_parameters_trained_also_through_a_tied_head(tie):
+    model = tiny_language_model("llama", adapter=False, tie_word_embeddings=tie)
+    assert_same_update(model, random_samples(LENGTHS, weighted=True), tokens_per_row=64)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_the_chunk_of_the_head_does_not_change_the_update(chunk):
+    model = tiny_language_model("llama", logits_chunk_tokens=chunk)
+    assert_same_update(model, random_samples(LENGTHS), tokens_per_row=64)
+
+
+def test_recomputed_layers_give_the_same_update():
+    from traceforge.memory.recompute import recompute_layers
+
+    model = tiny_language_model("qwen3")
+    assert recompute_layers(model.base.base_model.layers) == 2
+    model.model.train()
+    assert_same_update(model, random_samples(LENGTHS), tokens_per_row=64)
