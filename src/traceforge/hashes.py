@@ -6,7 +6,6 @@ import hashlib
 from pathlib import Path
 
 
-
 def file_sha256(path: Path) -> str:
     """Return the hex sha256 of a file's bytes."""
     with path.open("rb") as handle:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from tests.tiny_models import gradients, random_samples, reference_gradients, relative_l2, tiny_language_model
+
 from traceforge.training.update import backward, plan_update
 
 LENGTHS = (23, 5, 17, 40, 2, 31, 9, 12)
 FAMILIES = ("llama", "qwen3", "qwen2", "mistral")
 
 
-def assert_same_update(model, samples, *, tokens_per_row, loss_tolerance=1e-6, gradient_tolerance=1e-4, reference="eager"):
+def assert_same_update(
+    model, samples, *, tokens_per_row, loss_tolerance=1e-6, gradient_tolerance=1e-4, reference="eager"
+):
     wanted_loss, wanted = reference_gradients(model, samples, attention=reference)
     loss = backward(model, plan_update(model, samples, tokens_per_row=tokens_per_row))
     found = gradients(model.model)

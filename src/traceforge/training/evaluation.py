@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from traceforge.config import RunConfig
 from traceforge.errors import EvaluationError
 from traceforge.models.language_model import LanguageModel
 from traceforge.objectives.nll import weighted_nll
+from traceforge.samples.dataset import SampleSets
 from traceforge.samples.tokens import Sample
 
 
@@ -72,7 +74,7 @@ def evaluate(
 def without_trace(model: nn.Module) -> Iterator[None]:
     """Evaluate inside: no dropout, no gradient. Afterwards every flag and random generator is as it was."""
     flags = [(module, module.training) for module in model.modules()]
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - saving the global state
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     model.eval()
     try:
@@ -82,7 +84,7 @@ def without_trace(model: nn.Module) -> Iterator[None]:
         for module, flag in flags:
             module.training = flag
         random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
+        np.random.set_state(numpy_state)
 
 
 def fixed_part(samples: Sequence[Sample], most: int, *, seed: int) -> tuple[Sample, ...]:
@@ -91,3 +93,12 @@ def fixed_part(samples: Sequence[Sample], most: int, *, seed: int) -> tuple[Samp
     ranked = sorted(unique, key=lambda sample: hashlib.sha256(f"{seed}:{sample.sample_id}".encode()).digest())
     chosen = {sample.sample_id for sample in ranked[:most]}
     return tuple(sample for sample in unique if sample.sample_id in chosen)
+
+
+def fixed_sets(config: RunConfig, sets: SampleSets) -> dict[str, tuple[Sample, ...]]:
+    """Return the samples of each evaluation set of a run: `train`, and `evaluation` if something is held out."""
+    train_samples = [sample for source in sets.train for sample in source.samples]
+    fixed = {"train": fixed_part(train_samples, config.evaluation.train_samples, seed=config.data.seed)}
+    if sets.evaluation:
+        fixed["evaluation"] = fixed_part(sets.evaluation, config.evaluation.evaluation_samples, seed=config.data.seed)
+    return fixed

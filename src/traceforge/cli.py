@@ -1,0 +1,247 @@
+"""The command line: verbs, arguments, exit codes. Each verb imports what it needs when it runs, so help is fast."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from traceforge import __version__
+from traceforge.errors import TraceForgeError
+
+if TYPE_CHECKING:
+    from traceforge.training.run import RunOutcome
+
+app = typer.Typer(
+    name="traceforge",
+    help="Agent logs in, a LoRA adapter with evidence and a report out.",
+    epilog="Exit codes: 0 done; 1 a named failure; 2 wrong usage, config or input; 3 a gate failed or two ways of "
+    "computing disagree; 130/143 interrupted, state saved. Start with `traceforge demo`.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+build_app = typer.Typer(help="Build samples from ingested trajectories.", no_args_is_help=True)
+app.add_typer(build_app, name="build")
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; messages go to stderr.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a setting; may be repeated.")
+]
+_state = {"debug": False}
+
+
+@app.callback()
+def _settings() -> None:
+    """Agent logs in, a LoRA adapter with evidence and a report out."""
+
+
+@app.command()
+def version(as_json: Json = False) -> None:
+    """Print the version."""
+    _print({"version": __version__}, as_json=as_json, text=f"traceforge {__version__}")
+
+
+@app.command()
+def ingest(
+    inputs: Annotated[list[str], typer.Argument(metavar="LOGS...", help="Files, folders or globs of agent logs.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for trajectories.jsonl and manifest.json.")],
+    labels: Annotated[
+        list[str] | None, typer.Option("--labels", help="SWE-bench report.json: files, folders or globs; repeatable.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Read agent logs of any known format into trajectories."""
+    _state["debug"] = debug
+    from traceforge.trajectories.ingest import ingest as run_ingest
+
+    summary = run_ingest(inputs, output, labels=tuple(labels or ()))
+    _print(summary.as_dict(), as_json=as_json, text=summary.describe())
+
+
+@build_app.command("sft")
+def build_sft(
+    source: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder made by `traceforge ingest`.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for sft.jsonl and manifest.json.")],
+    only_resolved: Annotated[bool, typer.Option("--only-resolved", help="Only runs that solved their task.")] = False,
+    expand: Annotated[
+        str | None, typer.Option("--as", metavar="trl", help="Also write standard prompt-completion rows.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Build one sample per assistant turn."""
+    _state["debug"] = debug
+    from traceforge.errors import UsageError
+    from traceforge.samples.build import build_sft as run_build
+
+    if expand not in {None, "trl"}:
+        raise UsageError(f"--as {expand}: the only other form is trl")
+    summary = run_build(source, output, only_resolved=only_resolved, as_trl=expand == "trl")
+    _print(summary.as_dict(), as_json=as_json, text=summary.describe())
+
+
+@app.command()
+def inspect(  # noqa: PLR0913 - one parameter per option
+    dataset: Annotated[str, typer.Argument(help="A folder made by `build`, or a .jsonl of rows.")],
+    model: Annotated[str, typer.Option("--model", help="Model folder or hub id whose tokenizer and template count.")],
+    run_file: Annotated[
+        Path | None, typer.Option("--config", help="Run file whose [data] and [model] settings are used.")
+    ] = None,
+    overrides: Overrides = None,
+    sample: Annotated[str | None, typer.Option("--sample", help="Show this sample: its number or its id.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Print only the sample's text, as the model sees it.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show lengths, masks, drops and cuts of a data set as a model will see it."""
+    _state["debug"] = debug
+    from traceforge.samples.inspection import run_inspect
+
+    run_inspect(
+        dataset, model=model, run_file=run_file, overrides=overrides or [], sample=sample, html=html, raw=raw,
+        as_json=as_json,
+    )  # fmt: skip
+
+
+@app.command()
+def train(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file; see examples/.")],
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Register the protocol; touch no weights.")] = False,
+    extend: Annotated[
+        Path | None, typer.Option("--extend", metavar="RUN", help="Go on from the newest checkpoint of this run.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train, evaluate before and after, and leave adapter, evidence and report."""
+    _state["debug"] = debug
+    from traceforge.config import load_run_file
+
+    config = load_run_file(run_file, overrides or [])
+    from traceforge.training.run import run
+
+    outcome = run(config, dry_run=dry_run, extend=extend)
+    _finish(outcome, as_json=as_json)
+
+
+@app.command()
+def evaluate(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure a run's adapter again on the run's own fixed sets, beside what the run recorded."""
+    _state["debug"] = debug
+    from traceforge.training.again import evaluate_again
+
+    result = evaluate_again(run_folder)
+    _print(result.as_dict(), as_json=as_json, text=result.describe())
+
+
+@app.command()
+def report(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, finished or failed.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write report.html of a run again."""
+    _state["debug"] = debug
+    from traceforge.evidence.report import write_report
+
+    path = write_report(run_folder)
+    _print({"report": str(path)}, as_json=as_json, text=f"report: {path}")
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for everything the demo makes.")] = Path(
+        "runs/demo"
+    ),
+    updates: Annotated[int | None, typer.Option("--updates", min=1, help="Fewer or more updates.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train a real small model on bundled real trajectories on the CPU, from raw logs to the report."""
+    _state["debug"] = debug
+    from traceforge.demo import run_demo
+
+    result = run_demo(output, updates=updates)
+    _print(result.as_dict(), as_json=as_json, text=result.describe())
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
+
+
+def main() -> NoReturn:
+    """Run the command line and exit with the documented code; an error is a few lines, without a traceback."""
+    try:
+        result = app(standalone_mode=False)
+        code = result if isinstance(result, int) else 0
+    except TraceForgeError as error:
+        _show(error)
+        code = error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        typer.echo("interrupted", err=True)
+        code = 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        code = 0
+    except Exception as error:
+        show_usage = getattr(error, "show", None)  # the parser's own errors know how to show themselves
+        if callable(show_usage):
+            show_usage()
+            code = int(getattr(error, "exit_code", 2))
+        else:
+            _show(error)
+            code = 1
+    sys.exit(code)
+
+
+def _show(error: Exception) -> None:
+    if _state["debug"]:
+        traceback.print_exception(error)
+        return
+    if isinstance(error, TraceForgeError):
+        lines = [f"error: {error}", *getattr(error, "__notes__", [])]
+    else:
+        lines = [
+            f"error: unexpected {type(error).__name__}: {error}",
+            "  way out: run again with --debug and report it",
+        ]
+    typer.echo("\n".join(lines), err=True)
+
+
+def _print(values: dict[str, Any], *, as_json: bool, text: str) -> None:
+    typer.echo(json.dumps(values, ensure_ascii=False, indent=2) if as_json else text)
+
+
+def _finish(outcome: RunOutcome, *, as_json: bool) -> None:
+    """Print what a run came to; a failed gate is exit code 3."""
+    values = {
+        "folder": str(outcome.folder),
+        "decision": outcome.evidence.decision,
+        "reasons": list(outcome.evidence.decision_reasons),
+        "baseline": outcome.evidence.baseline.model_dump(),
+        "candidate": outcome.evidence.candidate.model_dump(),
+        "report": str(outcome.report),
+    }
+    text = "\n".join(
+        [
+            f"decision: {outcome.evidence.decision}",
+            *(f"  {reason}" for reason in outcome.evidence.decision_reasons),
+            f"evidence: {outcome.folder / 'evidence.json'}",
+            f"report:   {outcome.report}",
+        ]
+    )
+    _print(values, as_json=as_json, text=text)
+    if outcome.evidence.decision == "reject":
+        raise typer.Exit(3)

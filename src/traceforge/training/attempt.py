@@ -1,0 +1,309 @@
+"""One attempt at a run: the stage it is in and the facts so far, so that a failure leaves as true a record as success.
+
+Facts are filled in as they become known. Whatever happens, `evidence()` can be written from what is there.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from traceforge.config import RunConfig
+from traceforge.errors import TraceForgeError
+from traceforge.evidence.provenance import describe_hardware, framework_versions
+from traceforge.evidence.schema import (
+    Artifact,
+    Attention,
+    Candidate,
+    DatasetIdentity,
+    Evidence,
+    Failure,
+    Gpu,
+    Losses,
+    MechanismMetrics,
+    ModelIdentity,
+    Monitor,
+    Packing,
+    Quantization,
+    RunMode,
+    Stage,
+    Techniques,
+    Workload,
+    decide,
+)
+from traceforge.models.language_model import LanguageModel
+from traceforge.models.load import ModelLocation, linears_4bit
+from traceforge.samples.dataset import SampleSets
+from traceforge.training.evaluation import EvaluationResult
+from traceforge.training.loop import Job
+from traceforge.training.measure import fingerprints, memory_parts, peak_device_bytes, peak_host_bytes
+from traceforge.training.optimizer import num_state_entries
+
+WORKLOAD_VERSION = "1"
+
+
+@dataclass
+class Attempt:
+    """What is known of a run so far.
+
+    Args:
+        stage: where it is; a failure is filed under it.
+        start_fingerprints: digests of the trained weights before the first update.
+    """
+
+    config: RunConfig
+    folder: Path
+    run_mode: RunMode
+    device: torch.device
+    started: datetime = field(default_factory=lambda: datetime.now(UTC))
+    stage: Stage = "environment_preflight"
+    location: ModelLocation | None = None
+    model_hash: str | None = None
+    sets: SampleSets | None = None
+    model: LanguageModel | None = None
+    job: Job | None = None
+    start_fingerprints: dict[str, bytes] = field(default_factory=dict)
+    baseline_name: str = "base model"
+    notes: list[str] = field(default_factory=list)
+    artifacts: list[Artifact] = field(default_factory=list)
+
+    def evidence(self, failure: Failure | None = None) -> Evidence:
+        """Return the evidence of the attempt as it stands."""
+        finished = datetime.now(UTC)
+        baseline, candidate = self._losses()
+        held_out = bool(self.sets.evaluation) if self.sets is not None else self._holds_something_out()
+        verdict = decide(
+            run_mode=self.run_mode,
+            failure=failure,
+            baseline=baseline,
+            candidate=candidate,
+            has_evaluation_set=held_out,
+            max_loss_increase=self.config.evaluation.max_loss_increase,
+        )
+        return Evidence(
+            run_mode=self.run_mode,
+            run_label=self.config.evidence.label or self.config.run_name,
+            started=self.started,
+            finished=finished,
+            total_s=(finished - self.started).total_seconds(),
+            framework=framework_versions(
+                cuda=torch.version.cuda,
+                cudnn=str(torch.backends.cudnn.version()) if torch.version.cuda else None,
+            ),
+            hardware=describe_hardware(device=self.device.type, gpus=self._gpus()),
+            model=self._model_identity(),
+            dataset=self._dataset_identity(),
+            workload=self._workload(),
+            baseline=baseline,
+            candidate=candidate,
+            mechanism_metrics=self._metrics(baseline, candidate),
+            techniques=self._techniques(),
+            monitor=Monitor(reason="no monitor in this version" if self.device.type == "cuda" else "no GPU was used"),
+            failure=failure,
+            artifacts=tuple(self.artifacts),
+            notes=tuple(self.notes),
+            **verdict.model_dump(),
+        )
+
+    def failure(self, error: BaseException) -> Failure:
+        """Return the record of an error at the present stage."""
+        known = isinstance(error, TraceForgeError)
+        message = error.message if isinstance(error, TraceForgeError) else (str(error) or type(error).__name__)
+        hint = error.hint if isinstance(error, TraceForgeError) else None
+        return Failure(
+            stage=self.stage,
+            error_type=type(error).__name__,
+            message=message,
+            hint=hint if known else "run again with --debug for the traceback",
+        )
+
+    def _losses(self) -> tuple[Losses, Candidate]:
+        evaluations = self.job.evaluations if self.job is not None else {}
+        first: dict[str, EvaluationResult] = {}
+        last: dict[str, EvaluationResult] = {}
+        losses: list[float] = []
+        if self.job is not None:
+            losses = self.job.update_losses
+            start = self.job.clock.updates - len(losses)
+            first = evaluations.get(start, {})
+            last = evaluations.get(self.job.clock.updates, {}) if losses else {}
+        return (
+            Losses(
+                name=self.baseline_name, train_loss=_loss(first, "train"), evaluation_loss=_loss(first, "evaluation")
+            ),
+            Candidate(
+                name=f"after update {self.job.clock.updates}" if losses and self.job else "not trained",
+                train_loss=_loss(last, "train"),
+                evaluation_loss=_loss(last, "evaluation"),
+                update_losses=tuple(losses),
+            ),
+        )
+
+    def _holds_something_out(self) -> bool:
+        data = self.config.data
+        return data.evaluation is not None or data.evaluation_fraction > 0 or data.evaluation_rows is not None
+
+    def _gpus(self) -> list[Gpu]:
+        if self.device.type != "cuda":
+            return []
+        properties = torch.cuda.get_device_properties(self.device)
+        capability = f"{properties.major}.{properties.minor}"
+        return [Gpu(name=properties.name, memory_bytes=properties.total_memory, capability=capability)]
+
+    def _model_identity(self) -> ModelIdentity:
+        asked = self.config.model
+        if self.location is None:
+            return ModelIdentity(id=asked.name_or_path, requested_revision=asked.revision)
+        return ModelIdentity(
+            id=self.location.id,
+            requested_revision=self.location.requested_revision,
+            resolved_commit=self.location.resolved_commit,
+            resolution_source=self.location.resolution_source,
+            content_hash=self.model_hash,
+        )
+
+    def _dataset_identity(self) -> DatasetIdentity:
+        data = self.config.data
+        if self.sets is None:
+            return DatasetIdentity(
+                id=", ".join(source.path for source in data.train),
+                requested_revision=data.revision,
+                selection_seed=data.seed,
+            )
+        found = self.sets.statistics
+        return DatasetIdentity(
+            id=found.dataset_id,
+            requested_revision=found.requested_revision,
+            resolved_commit=found.resolved_commit,
+            resolution_source=found.resolution_source,
+            content_hash=found.content_hash,
+            train_ids_hash=found.train_ids_hash,
+            evaluation_ids_hash=found.evaluation_ids_hash,
+            selection_seed=found.selection_seed,
+        )
+
+    def _workload(self) -> Workload:
+        config = self.config
+        counts = self.sets.statistics if self.sets is not None else None
+        return Workload(
+            id=config.run_name,
+            version=WORKLOAD_VERSION,
+            method=config.objective.method,
+            train_rows=counts.train.samples if counts else config.data.train_rows,
+            evaluation_rows=(counts.evaluation.samples if counts.evaluation else 0)
+            if counts
+            else config.data.evaluation_rows,
+            max_tokens=config.data.max_tokens,
+            tokens_per_row=config.tokens_per_row,
+            samples_per_update=config.training.samples_per_update,
+            updates=self.job.total_updates if self.job else config.training.updates,
+            learning_rate=config.optimizer.learning_rate,
+            schedule=config.schedule.kind,
+            warmup_updates=config.schedule.warmup_updates,
+            optimizer=config.optimizer.name,
+            max_gradient_norm=config.optimizer.max_gradient_norm,
+            seed=config.training.seed,
+            dtype=config.model.dtype,
+            quantization=config.model.quantization,
+            adapter=config.adapter.kind,
+            adapter_rank=config.adapter.rank if config.adapter.kind == "lora" else None,
+            rendering=config.data.rendering,
+            target=config.data.target,
+            loss_on=config.data.loss_on,
+            length_policy=config.data.length_policy,
+            evaluate_every_updates=config.evaluation.every_updates,
+            max_loss_increase=config.evaluation.max_loss_increase,
+        )
+
+    def _metrics(self, baseline: Losses, candidate: Candidate) -> MechanismMetrics:
+        facts: dict[str, object] = {"peak_host_bytes": peak_host_bytes() if self.run_mode == "real" else None}
+        if self.sets is not None:
+            found = self.sets.statistics
+            parts = [part for part in (found.train, found.evaluation) if part is not None]
+            facts |= {
+                "cut_samples": sum(part.cut_samples for part in parts),
+                "refused_samples": sum(refused.count for refused in found.refusals.values()),
+                "median_tokens": found.train.tokens_median,
+            }
+        if self.model is not None:
+            trainable = self.model.trainable()
+            trained = sum(parameter.numel() for _, parameter in trainable)
+            facts |= {
+                "trainable_parameters": trained,
+                "trainable_share": trained / sum(_num_weights(each) for each in self.model.model.parameters()),
+            }
+            if self.start_fingerprints:
+                now = fingerprints(trainable)
+                facts["parameters_changed"] = sum(now[name] != old for name, old in self.start_fingerprints.items())
+            facts["peak_allocated_bytes"], facts["peak_reserved_bytes"] = peak_device_bytes(self.device)
+        if self.job is not None:
+            facts |= _job_metrics(self.job)
+        if baseline.train_loss is not None and candidate.train_loss is not None:
+            facts["train_loss_decreased"] = candidate.train_loss < baseline.train_loss
+        if candidate.evaluation_loss is not None:
+            facts["evaluation_loss_finite"] = math.isfinite(candidate.evaluation_loss)
+        return MechanismMetrics.model_validate(facts)
+
+    def _techniques(self) -> Techniques:
+        if self.model is None:
+            return Techniques()
+        four_bit = linears_4bit(self.model.model)
+        job = self.job
+        return Techniques(
+            attention=Attention(
+                requested=self.config.model.attention,
+                effective=f"tree ({self.device.type} SDPA pieces)" if self.model.tree else "plain (SDPA)",
+                reason=self.model.tree_reason,
+            ),
+            quantization=Quantization(
+                requested=self.config.model.quantization,
+                quantized_modules=len(four_bit),
+                quantized_bytes=sum(
+                    layer.weight.numel() * layer.weight.element_size()  # type: ignore[union-attr,operator]
+                    for layer in four_bit
+                ),
+            ),
+            packing=Packing(
+                rows=job.rows_run,
+                row_tokens=job.row_tokens_run,
+                mean_samples_per_row=job.samples_run / job.rows_run,
+            )
+            if job is not None and job.rows_run
+            else None,
+            recompute_layers=self.config.memory.recompute_layers,
+            logits_chunk_tokens=self.config.memory.logits_chunk_tokens,
+            loss_scaling=job is not None and job.scaler is not None,
+        )
+
+
+def _job_metrics(job: Job) -> dict[str, object]:
+    measured = job.evaluations.get(max(job.evaluations, default=-1), {})
+    train, evaluation = measured.get("train"), measured.get("evaluation")
+    milliseconds = sorted(1000 * seconds for seconds in job.update_seconds)
+    return {
+        "train_trained_tokens": train.trained_tokens if train else None,
+        "evaluation_trained_tokens": evaluation.trained_tokens if evaluation else None,
+        "train_rows_without_targets": train.rows_without_targets if train else None,
+        "evaluation_rows_without_targets": evaluation.rows_without_targets if evaluation else None,
+        "optimizer_state_entries": num_state_entries(job.optimizer),
+        "scheduler_count": job.clock.updates,
+        "updates_done": job.clock.updates,
+        "skipped_updates": job.clock.skipped,
+        "median_update_ms": statistics.median(milliseconds) if milliseconds else None,
+        "p95_update_ms": milliseconds[max(0, math.ceil(0.95 * len(milliseconds)) - 1)] if milliseconds else None,
+        "memory_parts_bytes": memory_parts(job.model, job.optimizer),
+    }
+
+
+def _loss(results: dict[str, EvaluationResult], name: str) -> float | None:
+    return results[name].loss if name in results else None
+
+
+def _num_weights(parameter: torch.nn.Parameter) -> int:
+    # bitsandbytes packs two 4-bit weights in a byte; count weights, not bytes.
+    return parameter.numel() * 2 if type(parameter).__name__ == "Params4bit" else parameter.numel()

@@ -1,0 +1,191 @@
+"""The training loop. Everything that happens every so many updates is here, once, and counts in updates.
+
+measure ─▶ ┌ take the next update list ─▶ set its learning rate ─▶ apply ─▶ tick or skip ─▶ record ┐ ─▶ measure
+           └──────────────── measure and checkpoint when due ◀─────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from traceforge.config import RunConfig
+from traceforge.errors import TrainingError
+from traceforge.evidence.recorder import RunRecorder
+from traceforge.models.language_model import LanguageModel
+from traceforge.samples.tokens import Sample
+from traceforge.training.clock import Clock, is_due
+from traceforge.training.evaluation import EvaluationResult, evaluate
+from traceforge.training.interrupts import StopRequest
+from traceforge.training.measure import peak_device_bytes, peak_host_bytes
+from traceforge.training.optimizer import learning_rate, set_learning_rate
+from traceforge.training.order import UpdateOrder
+from traceforge.training.progress import RunProgress
+from traceforge.training.update import Update, UpdateResult, apply_update, plan_update
+
+
+@dataclass
+class Job:
+    """One run in the middle: what is trained, on what, and how far it is.
+
+    Args:
+        sets: the fixed samples of each evaluation set, by name (`train`, and `evaluation` if something is held out).
+        passes: passes over the data after which the run ends; None = as many as `total_updates` need.
+        total_updates: the update at which the run ends; the schedule is stretched over it.
+        save: writes a checkpoint of the present state.
+        scaler: loss scaling, for float16 arithmetic only.
+    """
+
+    config: RunConfig
+    model: LanguageModel
+    optimizer: torch.optim.Optimizer
+    order: UpdateOrder
+    sets: dict[str, tuple[Sample, ...]]
+    passes: int | None
+    total_updates: int
+    clock: Clock
+    recorder: RunRecorder
+    progress: RunProgress
+    save: Callable[[], object]
+    stop: StopRequest = field(default_factory=StopRequest)
+    scaler: torch.amp.GradScaler | None = None
+    evaluations: dict[int, dict[str, EvaluationResult]] = field(default_factory=dict)
+    update_losses: list[float] = field(default_factory=list)
+    update_seconds: list[float] = field(default_factory=list)
+    rows_run: int = 0
+    row_tokens_run: int = 0
+    samples_run: int = 0
+
+
+def train(job: Job) -> None:
+    """Make updates until `job.total_updates` are done, the given passes are used up, or a stop is requested.
+
+    The measurement before the first update and the one after the last are the caller's.
+
+    Raises:
+        TrainingError: too many updates in a row were not finite.
+        EvaluationError: a fixed set has no trained token.
+    """
+    config, clock = job.config, job.clock
+    first = clock.updates + 1
+    places = job.order.updates(passes=job.passes, pass_number=clock.pass_number, position=clock.position)
+    with job.progress.updates(done=clock.updates, total=job.total_updates):
+        while clock.updates < job.total_updates and not job.stop.requested:
+            place = next(places, None)
+            if place is None:
+                break
+            pass_number, position, samples = place
+            _one_update(job, samples)
+            clock.consumed(pass_number, position)
+            if clock.skipped_in_a_row:
+                _give_up_if_hopeless(job)
+                continue
+            if clock.updates == first or is_due(clock, config.evaluation.every_updates):
+                measure(job)
+            if is_due(clock, config.checkpoint.every_updates) and clock.updates < job.total_updates:
+                job.save()
+
+
+def measure(job: Job) -> dict[str, EvaluationResult]:
+    """Evaluate every fixed set at the present update, once, and record it."""
+    update = job.clock.updates
+    if update not in job.evaluations:
+        found = {
+            name: evaluate(job.model, samples, tokens_per_row=job.config.tokens_per_row, name=name)
+            for name, samples in job.sets.items()
+        }
+        job.evaluations[update] = found
+        for name, result in found.items():
+            job.recorder.evaluation(
+                {
+                    "update": update,
+                    "set": name,
+                    "loss": result.loss,
+                    "trained_tokens": result.trained_tokens,
+                    "rows": result.rows,
+                    "rows_without_targets": result.rows_without_targets,
+                }
+            )
+        job.progress.evaluation(update=update, losses={name: result.loss for name, result in found.items()})
+    return job.evaluations[update]
+
+
+def _one_update(job: Job, samples: tuple[Sample, ...]) -> None:
+    config, clock = job.config, job.clock
+    started = time.perf_counter()
+    update = plan_update(job.model, samples, tokens_per_row=config.tokens_per_row)
+    rate = learning_rate(
+        config.schedule, config.optimizer.learning_rate, update=clock.updates, total_updates=job.total_updates
+    )
+    set_learning_rate(job.optimizer, rate)
+    job.model.model.train()
+    result = apply_update(
+        job.model,
+        update,
+        job.optimizer,
+        max_gradient_norm=config.optimizer.max_gradient_norm,
+        scaler=job.scaler,
+    )
+    number = clock.updates + 1
+    if result.skipped:
+        clock.skip()
+    else:
+        clock.tick()
+    _record(job, number, update, result, rate=rate, seconds=time.perf_counter() - started, samples=samples)
+
+
+def _record(
+    job: Job,
+    number: int,
+    update: Update,
+    result: UpdateResult,
+    *,
+    rate: float,
+    seconds: float,
+    samples: tuple[Sample, ...],
+) -> None:
+    row_tokens = sum(row.num_tokens for row in update.rows)
+    if not result.skipped:
+        job.update_losses.append(result.loss)
+        job.update_seconds.append(seconds)
+    job.rows_run += len(update.rows)
+    job.row_tokens_run += row_tokens
+    job.samples_run += update.num_samples
+    allocated, _ = peak_device_bytes(job.model.device)
+    job.recorder.update(
+        {
+            "update": number,
+            "micro_batches": len(update.rows),
+            "samples": update.num_samples,
+            "trained_tokens": sum(sample.num_trained_tokens for sample in samples),
+            "row_tokens": row_tokens,
+            "loss": result.loss,
+            "learning_rate": rate,
+            "gradient_norm": result.gradient_norm,
+            "seconds": seconds,
+            "tokens_per_s": row_tokens / seconds,
+            "peak_bytes": peak_host_bytes() if allocated is None else allocated,
+            "skipped": result.skipped,
+        }
+    )
+    job.progress.update(
+        number=number,
+        total=job.total_updates,
+        loss=result.loss,
+        tokens_per_s=row_tokens / seconds,
+        skipped=result.skipped,
+    )
+
+
+def _give_up_if_hopeless(job: Job) -> None:
+    most = job.config.training.max_skipped_updates
+    if job.clock.skipped_in_a_row >= most:
+        raise TrainingError(
+            f"{most} updates in a row had a loss or gradient that is not finite "
+            f"(after update {job.clock.updates}); the weights are those of that update",
+            hint="lower optimizer.learning_rate, use model.dtype = 'bfloat16' instead of 'float16', "
+            "or look at the samples with `traceforge inspect`",
+        )

@@ -1,0 +1,288 @@
+"""A whole run: locate, load, train, evaluate, save, report; evidence is written whatever happens on the way.
+
+The stages are those of the evidence schema and follow each other in `_carry_out`. Each fills in facts of the
+`Attempt`; an error is filed under the stage it happened in and raised again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+
+from traceforge.config import RunConfig
+from traceforge.errors import ConfigError, StorageError, TraceForgeError, TrainingError
+from traceforge.evidence.provenance import framework_versions
+from traceforge.evidence.recorder import RunRecorder, create_run_folder
+from traceforge.evidence.report import write_report
+from traceforge.evidence.schema import Artifact, Evidence
+from traceforge.hashes import folder_sha256
+from traceforge.models.adapters import adapter_base, save_adapter
+from traceforge.models.language_model import load_language_model
+from traceforge.models.load import locate_model
+from traceforge.samples.dataset import SampleSets, load_samples
+from traceforge.samples.mask_view import mask_segments
+from traceforge.samples.tokenizer import load_tokenizer
+from traceforge.samples.tokens import Sample
+from traceforge.training.attempt import Attempt
+from traceforge.training.checkpoint import check_continues, read_checkpoint, restore, save_checkpoint
+from traceforge.training.clock import Clock
+from traceforge.training.evaluation import fixed_sets
+from traceforge.training.interrupts import Interrupted, Stop, StopRequest
+from traceforge.training.loop import Job, measure, train
+from traceforge.training.measure import fingerprints
+from traceforge.training.optimizer import build_optimizer
+from traceforge.training.order import UpdateOrder
+from traceforge.training.progress import RunProgress
+
+_SHOWN_SAMPLES = {"train": 3, "evaluation": 1}
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """Where a run lies and what came of it."""
+
+    folder: Path
+    evidence: Evidence
+    report: Path
+
+
+def run(
+    config: RunConfig, *, dry_run: bool = False, extend: Path | None = None, console: Console | None = None
+) -> RunOutcome:
+    """Carry out a run file and return where everything lies.
+
+    Args:
+        dry_run: register the protocol only: no weights, no data, no network.
+        extend: folder of an earlier run whose newest checkpoint is gone on from, in a new folder.
+        console: where progress is shown; stderr if not given.
+
+    Raises:
+        TraceForgeError: the run failed by name; evidence.json and report.html of the failure are in its folder.
+    """
+    folder = create_run_folder(config.output_dir, config.run_name)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    attempt = Attempt(config, folder, "dry_run" if dry_run else "real", device)
+    progress = RunProgress(console or Console(stderr=True))
+    stop = StopRequest()
+    with RunRecorder(folder) as recorder, stop.listening():
+        try:
+            recorder.write_config(config.model_dump_json())
+            if not dry_run:
+                _carry_out(attempt, recorder, progress, extend, stop)
+        except Stop as signal:
+            stopped = Interrupted(f"stopped at once at {attempt.stage}", number=signal.number, hint="start it again")
+            _record_failure(attempt, recorder, stopped)
+            raise stopped from signal
+        except Exception as error:
+            known = _named(error)
+            _record_failure(attempt, recorder, known)
+            if known is error:
+                raise
+            raise known from error
+        evidence = attempt.evidence()
+        recorder.write_evidence(evidence)
+        report = write_report(folder)
+    return RunOutcome(folder, evidence, report)
+
+
+def _carry_out(
+    attempt: Attempt, recorder: RunRecorder, progress: RunProgress, extend: Path | None, stop: StopRequest
+) -> None:
+    config = attempt.config
+    checkpoint = None if extend is None else read_checkpoint(extend)
+
+    attempt.stage = "revision_resolution"
+    attempt.location = location = locate_model(config.model.name_or_path, config.model.revision)
+    attempt.model_hash = location.content_hash()
+    _check_adapter_base(attempt)
+
+    attempt.stage = "dataset_and_supervision"
+    tokenizer = load_tokenizer(str(location.folder), template_file=config.model.template_file)
+    attempt.sets = sets = load_samples(config.data, tokenizer, template_kwargs=config.model.template_kwargs)
+    fixed = fixed_sets(config, sets)
+    recorder.write_manifest(_manifest(attempt))
+    recorder.write_samples(_mask_views(fixed, tokenizer))
+    progress.say(_data_line(sets))
+
+    attempt.stage = "model_loading_and_baseline"
+    attempt.model = model = load_language_model(config, location, attempt.device)
+    optimizer = build_optimizer(model.trainable(), config.optimizer)
+    scaler = torch.amp.GradScaler(attempt.device.type) if config.model.dtype == "float16" else None
+    torch.manual_seed(config.training.seed)
+    clock = Clock()
+    if checkpoint is not None:
+        check_continues(checkpoint, config, sets.statistics.train_ids_hash)
+        restore(checkpoint, model, optimizer, scaler)
+        clock = checkpoint.clock
+        attempt.baseline_name = f"update {clock.updates} of {extend}"
+        attempt.notes.append(f"goes on from {checkpoint.folder}")
+    attempt.start_fingerprints = fingerprints(model.trainable())
+    order = UpdateOrder(sets.train, samples_per_update=config.training.samples_per_update, seed=config.training.seed)
+    passes = None if config.training.updates is not None else (config.training.passes or 1)
+    total = config.training.updates or order.num_updates(passes or 1)
+    if clock.updates >= total:
+        raise ConfigError(
+            f"--extend: the run has made {clock.updates} updates, {total} are asked for",
+            hint=f"ask for more: --set training.updates={clock.updates + 10}",
+        )
+
+    def save() -> Path:
+        return save_checkpoint(
+            attempt.folder,
+            model,
+            optimizer,
+            clock,
+            config=config,
+            train_ids_hash=sets.statistics.train_ids_hash,
+            scaler=scaler,
+        )
+
+    attempt.job = job = Job(
+        config=config,
+        model=model,
+        optimizer=optimizer,
+        order=order,
+        sets=fixed,
+        passes=passes,
+        total_updates=total,
+        clock=clock,
+        recorder=recorder,
+        progress=progress,
+        save=save,
+        stop=stop,
+        scaler=scaler,
+    )
+    if config.evaluation.at_start:
+        measure(job)
+
+    attempt.stage = "effective_updates"
+    stop.finish_update = True
+    train(job)
+    stop.finish_update = False
+    if stop.number is not None:
+        save()
+        raise Interrupted(
+            f"stopped after update {clock.updates}; the state is saved",
+            number=stop.number,
+            hint=f"go on with the same run file and --extend {attempt.folder}",
+        )
+    if not job.update_losses:
+        raise TrainingError("no update was applied", hint="see updates.jsonl for why each was skipped")
+
+    attempt.stage = "paired_evaluation"
+    measure(job)
+
+    attempt.stage = "saving"
+    save()
+    _save_result(attempt)
+
+
+def _save_result(attempt: Attempt) -> None:
+    assert attempt.model is not None
+    assert attempt.location is not None
+    name = "adapter" if attempt.config.adapter.kind == "lora" else "model"
+    folder, partial = attempt.folder / name, attempt.folder / f".partial-{name}"
+    try:
+        if name == "adapter":
+            save_adapter(
+                attempt.model.model, partial, base=attempt.location.id, revision=attempt.location.resolved_commit
+            )
+        else:
+            attempt.model.base.save_pretrained(str(partial))  # type: ignore[operator]
+            for path in attempt.location.folder.glob("*token*"):
+                shutil.copy2(path, partial / path.name)
+        partial.rename(folder)
+    except TraceForgeError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    except Exception as error:  # safetensors and torch wrap a full disk in errors of their own
+        shutil.rmtree(partial, ignore_errors=True)
+        raise StorageError(
+            f"{folder}: could not be written: {error}", hint="free some disk space and extend the run by one update"
+        ) from error
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    attempt.artifacts.append(Artifact(path=name, bytes=size, content_hash=folder_sha256(folder)))
+
+
+def _check_adapter_base(attempt: Attempt) -> None:
+    """Refuse an adapter that was trained on another commit of this hub model."""
+    init, location = attempt.config.adapter.init, attempt.location
+    if init is None or location is None or not (init / "adapter_config.json").is_file():
+        return
+    base, revision = adapter_base(init)
+    if base == location.id and revision and location.resolved_commit and revision != location.resolved_commit:
+        raise ConfigError(
+            f"adapter.init = {init} was trained on {base} at {revision}, the run resolves to {location.resolved_commit}",
+            hint=f"set model.revision = {revision!r}",
+        )
+
+
+def _manifest(attempt: Attempt) -> dict[str, Any]:
+    assert attempt.location is not None
+    assert attempt.sets is not None
+    return {
+        "schema_version": "traceforge-run/1",
+        "framework": framework_versions(cuda=torch.version.cuda).model_dump(),
+        "model": {
+            "id": attempt.location.id,
+            "requested_revision": attempt.location.requested_revision,
+            "resolved_commit": attempt.location.resolved_commit,
+            "resolution_source": attempt.location.resolution_source,
+            "content_hash": attempt.model_hash,
+        },
+        "dataset": attempt.sets.statistics.as_dict(),
+    }
+
+
+def _mask_views(fixed: dict[str, tuple[Sample, ...]], tokenizer: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "sample_id": sample.sample_id,
+            "set": name,
+            "num_tokens": sample.num_tokens,
+            "trained_tokens": sample.num_trained_tokens,
+            "segments": msgspec.to_builtins(mask_segments(sample, tokenizer)),
+        }
+        for name, samples in fixed.items()
+        for sample in samples[: _SHOWN_SAMPLES[name]]
+    ]
+
+
+def _data_line(sets: SampleSets) -> str:
+    found = sets.statistics
+    held_out = f", {found.evaluation.samples} held out" if found.evaluation else ", nothing held out"
+    refused = sum(each.count for each in found.refusals.values())
+    return (
+        f"{found.train.samples} training samples{held_out}, {refused} refused; median {found.train.tokens_median:,.0f} "
+        f"tokens, {found.train.trained_share:.1%} of the tokens trained"
+    )
+
+
+def _record_failure(attempt: Attempt, recorder: RunRecorder, error: TraceForgeError) -> None:
+    """Write evidence and report of a failed run; a disk that is full may not stop the error itself."""
+    recorder.log(f"{attempt.stage}: {type(error).__name__}: {error}")
+    try:
+        recorder.write_evidence(attempt.evidence(attempt.failure(error)))
+        write_report(attempt.folder)
+    except StorageError as second:
+        error.add_note(f"and its evidence could not be written: {second.message}")
+
+
+def _named(error: Exception) -> TraceForgeError:
+    if isinstance(error, TraceForgeError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return TrainingError(
+            f"out of GPU memory: {str(error).splitlines()[0]}",
+            hint="lower data.max_tokens or training.tokens_per_row, set memory.recompute_layers = true, "
+            "or use model.quantization = 'nf4'",
+        )
+    if isinstance(error, OSError):
+        return StorageError(f"{error.filename or 'a file'}: {error.strerror or error}", hint="check space and rights")
+    return TrainingError(f"unexpected {type(error).__name__}: {error}", hint="run again with --debug for the traceback")
