@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from traceforge.config import AdapterSettings
 from traceforge.models.adapters import add_adapter
-from traceforge.models.language_model import LanguageModel, choose_attention
+from traceforge.models.language_model import LanguageModel, choose_layout
 from traceforge.samples.tokens import Sample
 
 
@@ -62,9 +62,23 @@ def tiny_language_model(
         network = add_adapter(network, AdapterSettings(rank=4, alpha=8, dropout=dropout), seed=3)
         randomize_adapter(network)
     network = network.to(dtype)
-    model = LanguageModel(network, torch.device("cpu"), dtype, False, "", logits_chunk_tokens)
-    choose_attention(model, attention, max_tokens=64)
+    if dtype == torch.float64:
+        _norms_in_float64(network)
+    model = LanguageModel(network, torch.device("cpu"), dtype, logits_chunk_tokens=logits_chunk_tokens)
+    choose_layout(model, attention)
     return model
+
+
+def _norms_in_float64(network: nn.Module) -> None:
+    """Undo transformers' float32 inside RMSNorm: its rounding would hide what float64 is to prove."""
+    for module in network.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+
+            def forward(hidden: Tensor, norm: Any = module) -> Tensor:
+                scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+                return norm.weight * (hidden * scale)
+
+            module.forward = forward  # type: ignore[method-assign]
 
 
 def randomize_adapter(network: nn.Module, *, scale: float = 0.05) -> None:

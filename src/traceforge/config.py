@@ -34,9 +34,10 @@ class ModelSettings(_Section):
     """Dtype of frozen weights and of the arithmetic. Trained weights are always held in float32."""
     quantization: Literal["none", "nf4"] = "none"
     """`nf4`: frozen linears in 4 bits (double quantisation, bitsandbytes), on CUDA and on the CPU."""
-    attention: Literal["auto", "tree", "plain"] = "auto"
-    """`tree`: several samples in one row. `plain`: one sample a row through the model's own SDPA attention.
-    `auto`: tree if the start-up self-test admits the model, else plain; the report says which ran and why."""
+    attention: Literal["auto", "tree", "packed", "plain"] = "auto"
+    """`tree`: samples share their prefixes in one row. `packed`: side by side in one row, nothing shared. `plain`: one
+    sample a row through the model's own attention. `auto`: the first of these that the start-up self-test admits; the
+    report says which ran and why."""
     template_file: Path | None = None
     """A Jinja chat template to use instead of the tokenizer's own."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -150,7 +151,8 @@ class TrainingSettings(_Section):
     passes: int | None = Field(None, ge=1)
     samples_per_update: int = Field(4, ge=1)
     tokens_per_row: int | None = Field(None, ge=2)
-    """Longest row of one forward pass; unset = data.max_tokens. Changes memory and speed, never the result."""
+    """Longest row of one forward pass; unset = twice data.max_tokens, so that the forks of a long trajectory seldom
+    split its tree. Changes memory and speed, never the result."""
     max_skipped_updates: int = Field(10, ge=1)
     """Stop with an error after so many non-finite updates in a row."""
     seed: int = 42
@@ -235,7 +237,7 @@ class RunConfig(_Section):
     @property
     def tokens_per_row(self) -> int:
         """Longest row in tokens, with the default filled in."""
-        return self.training.tokens_per_row or self.data.max_tokens
+        return self.training.tokens_per_row or 2 * self.data.max_tokens
 
 
 def load_run_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -252,17 +254,17 @@ def load_run_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: cannot read the run file: {error.strerror}", hint="see examples/") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a TOML file: {error}") from error
-    for override in overrides:
-        _apply(raw, override)
-    return parse_run(raw, source=str(path))
+    return parse_run(raw, source=str(path), overrides=overrides)
 
 
-def parse_run(raw: dict[str, Any], *, source: str) -> RunConfig:
-    """Return the validated run; `source` names the file in errors.
+def parse_run(raw: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the validated run, with `section.field=value` overrides applied; `source` names the file in errors.
 
     Raises:
         ConfigError: see `load_run_file`.
     """
+    for override in overrides:
+        _apply(raw, override)
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:

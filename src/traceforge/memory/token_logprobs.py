@@ -63,7 +63,7 @@ def token_logprobs(hidden_ND: Tensor, targets_N: Tensor, head: Head, *, chunk_to
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0913 - autograd needs every tensor as an argument of its own
+    def forward(
         ctx: Any,
         hidden_ND: Tensor,
         weight_VD: Tensor,

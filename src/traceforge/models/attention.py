@@ -1,23 +1,31 @@
-"""Attention over a row: each path attends to itself, causally, through the plain kernel of the device.
+"""Attention over a row: few plain rectangles, merged exactly by log-sum-exp.
 
-A row is a forest of paths (see `samples/rows.py`). Every path here is a tree of its own, so its attention is one
-causal piece on one contiguous range; no mask exists and nothing is padded. The function is registered with
-transformers under `NAME`, and the layout travels with the call as the keyword `row_paths`.
+A row is a forest of paths (`samples/rows.py`). A token sees its own path up to itself and each ancestor path up to the
+fork, and that is a handful of contiguous ranges (`attention_pieces`): each runs on the fastest plain kernel of the
+device, without a mask. Two parts of one query's softmax over disjoint keys, with outputs o1, o2 and log-sum-exps l1,
+l2, are together
+
+    l = log(exp(l1) + exp(l2))        o = o1 exp(l1 - l) + o2 exp(l2 - l)
+
+and the backward of each rectangle, called with the merged o and l, gives its exact part of the gradient.
+
+The function is registered with transformers as `NAME`; the rectangles travel with the call as the keyword
+`row_pieces`. A row of one path is one causal rectangle: the plain kernel and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
-from traceforge.samples.rows import Path
+from traceforge.models.kernels import Kernel, kernel_for
+from traceforge.samples.rows import Piece
 
 NAME = "traceforge_tree"
-LAYOUT_KEYWORD = "row_paths"
+LAYOUT_KEYWORD = "row_pieces"
 
 
 def tree_attention(
@@ -32,28 +40,82 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Return the attention output [1, T, H, K] of a row, as transformers' attention interface wants it.
 
-    Identity: the same as running each path alone, up to the kernel's order of summation.
+    Identity: the same as running each sample alone, up to the order of summation.
     """
-    paths: Sequence[Path] | None = keywords.get(LAYOUT_KEYWORD)
-    assert paths is not None, f"{NAME} was called without {LAYOUT_KEYWORD}: the model does not pass keywords on"
+    pieces: tuple[Piece, ...] | None = keywords.get(LAYOUT_KEYWORD)
+    assert pieces is not None, f"{NAME} was called without {LAYOUT_KEYWORD}: the model does not pass keywords on"
     assert attention_mask is None, "rows carry no padding and no mask"
     assert keywords.get("sliding_window") is None, "sliding windows are refused before the first row"
-    assert all(path.parent < 0 for path in paths), "forked paths need shared-prefix attention"
-    grouped = query_1HTK.shape[1] != key_1GTK.shape[1]
-    pieces = [
-        torch.nn.functional.scaled_dot_product_attention(
-            query_1HTK[:, :, path.start : path.stop],
-            key_1GTK[:, :, path.start : path.stop],
-            value_1GTK[:, :, path.start : path.stop],
-            is_causal=True,
-            scale=scaling,
-            dropout_p=dropout,
-            enable_gqa=grouped,
-        )
-        for path in paths
-    ]
-    output_1HTK = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
-    return output_1HTK.transpose(1, 2).contiguous(), None
+    assert dropout == 0.0, "attention dropout is refused before the first row"
+    device = query_1HTK.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query_1HTK, key_1GTK, value_1GTK = (each.to(dtype) for each in (query_1HTK, key_1GTK, value_1GTK))
+    scale = query_1HTK.shape[-1] ** -0.5 if scaling is None else scaling
+    output_1HTK = _MergedPieces.apply(query_1HTK, key_1GTK, value_1GTK, pieces, scale, kernel_for(query_1HTK.device))
+    return output_1HTK.transpose(1, 2), None
+
+
+class _MergedPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: tuple[Piece, ...], scale: float, kernel: Kernel
+    ) -> Tensor:
+        if len(pieces) == 1:
+            output, logsumexp = kernel.forward(query, key, value, causal=True, scale=scale)
+        else:
+            wide = torch.promote_types(query.dtype, torch.float32)
+            merged = torch.empty_like(query, dtype=wide)
+            logsumexp = torch.empty(query.shape[:-1], dtype=wide, device=query.device)
+            for piece in pieces:
+                queries, keys = _ranges(piece)
+                part, part_lse = kernel.forward(
+                    query[:, :, queries], key[:, :, keys], value[:, :, keys], causal=piece.causal, scale=scale
+                )
+                if piece.causal:  # the first part of these queries
+                    merged[:, :, queries], logsumexp[:, :, queries] = part, part_lse
+                else:
+                    _merge(merged[:, :, queries], logsumexp[:, :, queries], part, part_lse)
+            output = merged.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, logsumexp)
+        ctx.pieces, ctx.scale, ctx.kernel = pieces, scale, kernel
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, logsumexp = ctx.saved_tensors
+        pieces, scale, kernel = ctx.pieces, ctx.scale, ctx.kernel
+        if len(pieces) == 1:
+            found = kernel.backward(grad, (query, key, value), output, logsumexp, causal=True, scale=scale)
+            return (*found, None, None, None)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        d_query, d_key, d_value = (torch.zeros_like(each, dtype=wide) for each in (query, key, value))
+        for piece in pieces:
+            queries, keys = _ranges(piece)
+            part = kernel.backward(
+                grad[:, :, queries],
+                (query[:, :, queries], key[:, :, keys], value[:, :, keys]),
+                output[:, :, queries],
+                logsumexp[:, :, queries],
+                causal=piece.causal,
+                scale=scale,
+            )
+            d_query[:, :, queries] += part[0]
+            d_key[:, :, keys] += part[1]
+            d_value[:, :, keys] += part[2]
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
+
+
+def _ranges(piece: Piece) -> tuple[slice, slice]:
+    return slice(piece.query_start, piece.query_stop), slice(piece.key_start, piece.key_stop)
+
+
+def _merge(output: Tensor, logsumexp: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add one more rectangle to the running output and log-sum-exp of its queries, in place."""
+    total = torch.logaddexp(logsumexp, part_lse)
+    output.mul_(torch.exp(logsumexp - total)[..., None])
+    output.addcmul_(part.to(output.dtype), torch.exp(part_lse - total)[..., None])
+    logsumexp.copy_(total)
 
 
 def _no_mask(*args: Any, attention_mask: Tensor | None = None, **keywords: Any) -> None:
@@ -67,12 +129,12 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, _no_mask)
 
 
-def why_not_tree(config: PretrainedConfig, *, max_tokens: int) -> str | None:
+def why_not_rows(config: PretrainedConfig) -> str | None:
     """Return why several samples cannot stand in one row for this model, or None.
 
-    Read from the *effective* configuration: a window shorter than the samples, attention that is not softmax
-    attention over the whole past, RoPE frequencies that depend on the longest position in the batch, or a router whose
-    capacity is shared by the tokens of a row.
+    Read from the *effective* configuration: a window on the past, attention that is not softmax attention over the
+    whole past, RoPE frequencies that depend on the longest position in the batch, a router whose losses and capacity
+    see the whole row, or attention dropout.
     """
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
@@ -90,4 +152,6 @@ def why_not_tree(config: PretrainedConfig, *, max_tokens: int) -> str | None:
         return f"RoPE type {kind!r}: its frequencies depend on the longest position in the batch"
     if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
         return "mixture of experts: router losses and capacity see the whole row"
+    if getattr(config, "attention_dropout", 0.0):
+        return f"attention dropout ({config.attention_dropout})"
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,9 +20,14 @@ from traceforge.memory.recompute import recompute_layers
 from traceforge.memory.token_logprobs import Head, token_logprobs
 from traceforge.models import attention
 from traceforge.models.adapters import add_adapter
+from traceforge.models.kernels import kernel_for
 from traceforge.models.load import ModelLocation, load_base
-from traceforge.samples.rows import Row, build_rows
+from traceforge.samples.prefix_tree import build_rows
+from traceforge.samples.rows import Row, attention_pieces
 from traceforge.samples.tokens import Sample
+
+Layout = Literal["tree", "packed", "plain"]
+_LAYOUTS: tuple[Layout, ...] = ("tree", "packed", "plain")
 
 _SELF_TEST_TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 """Largest difference of a log-probability in nats that the start-up self-tests accept: far above rounding of the
@@ -37,16 +42,17 @@ class LanguageModel:
         model: the network, with its adapter if there is one.
         device: where it lies.
         dtype: dtype of the arithmetic; trained weights are float32.
-        tree: several samples may stand in one row.
-        tree_reason: why `tree` is what it is, for the evidence.
+        layout: how samples become rows: `tree` shares their prefixes, `packed` lays them side by side, `plain` runs
+            each alone through the model's own attention.
+        layout_reason: why, for the evidence.
         logits_chunk_tokens: see `token_logprobs`.
     """
 
     model: nn.Module
     device: torch.device
     dtype: torch.dtype
-    tree: bool
-    tree_reason: str
+    layout: Layout = "plain"
+    layout_reason: str = ""
     logits_chunk_tokens: int = 512
 
     @property
@@ -60,10 +66,16 @@ class LanguageModel:
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     def rows(self, samples: list[Sample] | tuple[Sample, ...], *, tokens_per_row: int) -> list[Row]:
-        """Return the rows this model can run for `samples`: packed, or one sample each on the plain path."""
-        if self.tree:
-            return build_rows(samples, tokens_per_row=tokens_per_row)
+        """Return the rows this model runs for `samples`, by its layout."""
+        if self.layout != "plain":
+            return build_rows(samples, tokens_per_row=tokens_per_row, share=self.layout == "tree")
         return [row for sample in samples for row in build_rows([sample], tokens_per_row=tokens_per_row)]
+
+    def effective_attention(self) -> str:
+        """Return the layout and the kernel that really run, for the evidence."""
+        if self.layout == "plain":
+            return f"plain ({self.base.config._attn_implementation})"
+        return f"{self.layout} ({kernel_for(self.device).name})"
 
     def row_logprobs(self, row: Row) -> tuple[Tensor, Tensor]:
         """Return log-probability [N] and weight [N] of the row's trained tokens, in row order.
@@ -96,8 +108,8 @@ class LanguageModel:
         return nullcontext()
 
     def _hidden(self, row: Row) -> Tensor:
-        assert self.tree or len(row.paths) == 1, "the plain path takes one sample a row"
-        layout = {attention.LAYOUT_KEYWORD: row.paths} if self.tree else {}
+        assert self.layout != "plain" or len(row.paths) == 1, "the plain layout takes one sample a row"
+        layout = {} if self.layout == "plain" else {attention.LAYOUT_KEYWORD: attention_pieces(row.paths)}
         with self.arithmetic():
             output = self.base.base_model(
                 input_ids=self._tensor(row.token_ids_T)[None],
@@ -131,11 +143,9 @@ def load_language_model(config: RunConfig, location: ModelLocation, device: torc
             hint="lower data.max_tokens or use a model with longer positions",
         )
     dtype = getattr(torch, config.model.dtype)
-    language_model = LanguageModel(
-        network, device, dtype, tree=False, tree_reason="", logits_chunk_tokens=config.memory.logits_chunk_tokens
-    )
+    language_model = LanguageModel(network, device, dtype, logits_chunk_tokens=config.memory.logits_chunk_tokens)
     check_head(language_model)
-    choose_attention(language_model, config.model.attention, max_tokens=config.data.max_tokens)
+    choose_layout(language_model, config.model.attention)
     if config.memory.recompute_layers:
         layers = getattr(base.base_model, "layers", None)
         if not isinstance(layers, nn.ModuleList):
@@ -147,38 +157,48 @@ def load_language_model(config: RunConfig, location: ModelLocation, device: torc
     return language_model
 
 
-def choose_attention(model: LanguageModel, requested: str, *, max_tokens: int) -> None:
-    """Set how rows run, after a self-test on the loaded weights: two short samples in one row against each alone.
+def choose_layout(model: LanguageModel, requested: Layout | Literal["auto"]) -> None:
+    """Set how samples become rows, after a self-test on the loaded weights: a small tree against its samples alone.
+
+    `auto` takes the first of tree, packed and plain that this model admits, and says why the others were not it.
 
     Raises:
-        DisagreementError: `requested` is "tree" and this model cannot, or does not agree with itself.
+        DisagreementError: the layout that was asked for cannot be honoured; the message says why.
     """
-    if requested == "plain":
+    refusals = []
+    for layout in _LAYOUTS if requested == "auto" else (requested,):
+        refusal, said = _try_layout(model, layout)
+        if refusal is None:
+            model.layout, model.layout_reason = layout, "; ".join([*refusals, said])
+            return
+        refusals.append(f"not {layout}: {refusal}")
+    raise DisagreementError(
+        f"model.attention = {requested!r} cannot be honoured, {refusals[0]}",
+        hint="set model.attention = 'plain' (one sample a row) or 'auto'",
+    )
+
+
+def _try_layout(model: LanguageModel, layout: Layout) -> tuple[str | None, str]:
+    """Put the model into a layout and return why that is refused (None if not), and what to say of it."""
+    model.layout = layout
+    if layout == "plain":
         model.base.set_attn_implementation("sdpa")  # type: ignore[operator]
-        model.tree, model.tree_reason = False, "asked for by model.attention"
-        return
-    reason = attention.why_not_tree(model.base.config, max_tokens=max_tokens)
-    if reason is None:
-        attention.register()
-        model.base.set_attn_implementation(attention.NAME)  # type: ignore[operator]
-        model.tree = True
-        try:
-            difference = _quietly(model, _packed_against_alone)
-        except (TypeError, AssertionError, KeyError, ValueError) as error:
-            reason = f"the model does not take the row layout: {error}"
-        else:
-            tolerance = _SELF_TEST_TOLERANCE.get(model.dtype, 2e-4)
-            if difference <= tolerance:
-                model.tree_reason = f"self-test: {difference:.1e} nats between packed and alone (limit {tolerance:.0e})"
-                return
-            reason = f"self-test: {difference:.1e} nats between packed and alone (limit {tolerance:.0e})"
-    if requested == "tree":
-        raise DisagreementError(
-            f"model.attention = 'tree' cannot be honoured: {reason}",
-            hint="set model.attention = 'plain' (one sample a row) or 'auto'",
-        )
-    model.base.set_attn_implementation("sdpa")  # type: ignore[operator]
-    model.tree, model.tree_reason = False, reason
+        return None, "one sample a row, through the model's own attention"
+    refusal = attention.why_not_rows(model.base.config)
+    dropout = max((each.p for each in model.model.modules() if isinstance(each, nn.Dropout)), default=0.0)
+    if refusal is None and layout == "tree" and dropout:
+        refusal = f"dropout ({dropout}) makes the same token differ from sample to sample"
+    if refusal is not None:
+        return refusal, ""
+    attention.register()
+    model.base.set_attn_implementation(attention.NAME)  # type: ignore[operator]
+    limit = _SELF_TEST_TOLERANCE.get(model.dtype, 2e-4)
+    try:
+        difference = _quietly(model, _rows_against_alone)
+    except (TypeError, AssertionError, KeyError, ValueError) as error:
+        return f"the model does not take the row layout: {error}", ""
+    said = f"self-test of a small {layout} row: {difference:.1e} nats from its samples alone (limit {limit:.0e})"
+    return (None, said) if difference <= limit else (said, said)
 
 
 def check_head(model: LanguageModel) -> float:
@@ -198,7 +218,7 @@ def check_head(model: LanguageModel) -> float:
 
 
 def _head_against_logits(model: LanguageModel) -> float:
-    sample = _probe(model, length=12, seed=0)
+    sample = _probe(0, _probe_ids(model, 12, seed=0))
     (row,) = build_rows([sample], tokens_per_row=sample.num_tokens)
     ours_N, _ = model.row_logprobs(row)
     with model.arithmetic():
@@ -207,21 +227,36 @@ def _head_against_logits(model: LanguageModel) -> float:
     return float((ours_N - theirs_N).abs().max())
 
 
-def _packed_against_alone(model: LanguageModel) -> float:
-    probes = [_probe(model, length=length, seed=seed) for seed, length in enumerate((17, 9))]
-    (packed,) = build_rows(probes, tokens_per_row=26)
-    alone = [build_rows([probe], tokens_per_row=26)[0] for probe in probes]
-    together_N, _ = model.row_logprobs(packed)
-    apart_N = torch.cat([model.row_logprobs(row)[0] for row in alone])
-    return float((together_N - apart_N).abs().max())
+def _rows_against_alone(model: LanguageModel) -> float:
+    """Compare one row of five samples (two levels of forks, one inside another, a second tree) with each alone."""
+    trunk, branch, twig, other = (_probe_ids(model, length, seed) for seed, length in enumerate((9, 6, 4, 7)))
+    endings = ([], branch, np.concatenate([branch[:3], twig]), twig, None)
+    probes = [
+        _probe(number, other if ending is None else np.concatenate([trunk, ending]).astype(np.int64))
+        for number, ending in enumerate(endings)
+    ]
+    size = sum(probe.num_tokens for probe in probes)
+    (row,) = build_rows(probes, tokens_per_row=size, share=model.layout == "tree")
+    together_N, _ = model.row_logprobs(row)
+    by_position = dict(zip(row.targets_N().tolist(), together_N.tolist(), strict=True))
+    worst = 0.0
+    for probe in probes:
+        (alone,) = build_rows([probe], tokens_per_row=size)
+        apart_N, _ = model.row_logprobs(alone)
+        positions = row.sample_positions_S(row.sample_ids.index(probe.sample_id))[1:]
+        worst = max(worst, *(abs(by_position[int(t)] - p) for t, p in zip(positions, apart_N.tolist(), strict=True)))
+    return worst
 
 
-def _probe(model: LanguageModel, *, length: int, seed: int) -> Sample:
+def _probe_ids(model: LanguageModel, length: int, seed: int) -> np.ndarray:
     vocabulary = model.base.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
-    ids_S = np.random.default_rng(seed).integers(0, vocabulary, length)
-    weights_S = np.ones(length)
+    return np.random.default_rng(seed).integers(0, vocabulary, length)
+
+
+def _probe(number: int, ids_S: np.ndarray) -> Sample:
+    weights_S = np.ones(len(ids_S))
     weights_S[0] = 0.0
-    return Sample(f"probe#{seed}", f"probe#{seed}", "probe", ids_S, weights_S)
+    return Sample(f"probe#{number}", f"probe#{number}", "probe", ids_S, weights_S)
 
 
 def _quietly(model: LanguageModel, measure: Callable[[LanguageModel], float]) -> float:

@@ -1,4 +1,4 @@
-"""Finding and loading a base model: a local folder or a hub id at a resolved commit; safetensors only, no remote code."""
+"""Finding and loading a base model: a folder, or a hub id at a resolved commit. Safetensors only, no remote code."""
 
 from __future__ import annotations
 

@@ -1,26 +1,30 @@
 """Rows: what the model runs over in one pass. A row is a forest of paths laid side by side in one sequence.
 
-A *path* is one contiguous range of the row. It continues from its *parent token*, another position of the same row, or
-starts a tree of its own. What a token sees is its own path up to itself, and each ancestor path up to the fork. Here
-every tree has one path, so a row is plain packing without padding; a builder of shared prefixes only fills
-`parents_T`, `depths_T` and `paths` differently, and everything that reads a row stays as it is.
+A *path* is one contiguous range of the row. It continues from its *parent token*, a position of an earlier path of the
+same row, or starts a tree of its own. What a token sees is its own path up to itself, and each ancestor path up to the
+fork. Several trees in one row are padding-free packing; a row of one path is a plain causal sequence.
 
-Targets  Token t is predicted from the hidden state of `parents_T[t]`, never from position t - 1 of the row.
+    position     0 1 2 3 4 5 6 7 8   9 10   11 12
+    token        p p p p p p b b c   a  a    d  e        paths   [0, 9)   parent -1   depth 0..8
+    parent      -1 0 1 2 3 4 5 6 7   5  9    7 11                [9, 11)  parent  5   depth 6..7
+    depth        0 1 2 3 4 5 6 7 8   6  7    8  9                [11, 13) parent  7   depth 8..9
+
+Targets  Token t is predicted from the hidden state of `parents_T[t]`, never from position t - 1 of the row: at a fork
+         one hidden state predicts several tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from traceforge.errors import ConfigError
-from traceforge.samples.tokens import FloatArray, IntArray, Sample
+from traceforge.samples.tokens import FloatArray, IntArray
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
+class Path(NamedTuple):
     """A contiguous range `[start, stop)` of a row; `parent` is the row position it continues from, or -1 at a root."""
 
     start: int
@@ -28,17 +32,32 @@ class Path:
     parent: int = -1
 
 
+class Piece(NamedTuple):
+    """One rectangle of attention: a contiguous range of queries against a contiguous range of keys.
+
+    `causal`: a path against itself (both ranges are equal). Otherwise every query of the range sees every key of it.
+    """
+
+    query_start: int
+    query_stop: int
+    key_start: int
+    key_stop: int
+    causal: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One packed forest.
+    """One forest in row order.
 
     Args:
-        token_ids_T: token ids in row order.
+        token_ids_T: token ids.
         depths_T: distance from the root of each token's tree: the position id that RoPE needs.
         parents_T: row position of each token's parent, -1 at a root.
         weights_T: training weight of each token, summed over the samples that hold it.
-        paths: the contiguous ranges, in row order; they tile `[0, T)`.
+        paths: the contiguous ranges, in row order: they tile `[0, T)`, and each path is followed by all that continues
+            it, so every subtree is one range.
         sample_ids: the samples in this row.
+        sample_ends: row position of the last token of each of them.
     """
 
     token_ids_T: IntArray
@@ -47,11 +66,17 @@ class Row:
     weights_T: FloatArray
     paths: tuple[Path, ...]
     sample_ids: tuple[str, ...]
+    sample_ends: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
         """Tokens the model computes in this row."""
         return int(self.token_ids_T.shape[0])
+
+    @property
+    def num_forks(self) -> int:
+        """Paths that continue from another one."""
+        return sum(path.parent >= 0 for path in self.paths)
 
     @property
     def total_weight(self) -> float:
@@ -62,54 +87,47 @@ class Row:
         """Return the row positions of the trained tokens, ascending."""
         return np.flatnonzero(self.weights_T).astype(np.int64)
 
+    def sample_positions_S(self, number: int) -> IntArray:
+        """Return the row positions of all tokens of sample `number`, first token first."""
+        ranges = []
+        for path, stop in self._ancestry(self.sample_ends[number]):
+            ranges.append(np.arange(path.start, stop, dtype=np.int64))
+        return np.concatenate(ranges[::-1])
 
-def build_rows(samples: Sequence[Sample], *, tokens_per_row: int) -> list[Row]:
-    """Return rows that together hold every sample once, none longer than `tokens_per_row`.
+    def _ancestry(self, position: int) -> list[tuple[Path, int]]:
+        """Return the paths from `position` to its root, each with the end of the part that `position` continues."""
+        found = []
+        starts = [path.start for path in self.paths]
+        while position >= 0:
+            path = self.paths[bisect_right(starts, position) - 1]
+            found.append((path, position + 1))
+            position = path.parent
+        return found
 
-    First fit, longest sample first (ties by position), so few rows are needed and the same samples always give the
-    same rows. How samples fall into rows changes memory and speed, never the update.
 
-    Raises:
-        ConfigError: a sample is longer than a row.
+def attention_pieces(paths: tuple[Path, ...]) -> tuple[Piece, ...]:
+    """Return all that the tokens of a row see, as at most two rectangles a path.
+
+    Every path sees itself, causally. And where a path forks off, it *and everything that continues it* see the other
+    path up to the fork; in row order (a path, then what continues it) those queries are one range. Siblings that fork
+    at the same token share a rectangle. Causal pieces come first: they give every token its first part.
     """
-    order = sorted(range(len(samples)), key=lambda index: (-samples[index].num_tokens, index))
-    bins: list[list[Sample]] = []
-    room: list[int] = []
-    for index in order:
-        sample = samples[index]
-        if sample.num_tokens > tokens_per_row:
-            raise ConfigError(
-                f"sample {sample.sample_id} has {sample.num_tokens} tokens, "
-                f"training.tokens_per_row is {tokens_per_row}",
-                hint="raise training.tokens_per_row or lower data.max_tokens",
-            )
-        for number, free in enumerate(room):
-            if sample.num_tokens <= free:
-                bins[number].append(sample)
-                room[number] -= sample.num_tokens
-                break
+    pieces = [Piece(path.start, path.stop, path.start, path.stop, causal=True) for path in paths]
+    starts = [path.start for path in paths]
+    parents = [bisect_right(starts, path.parent) - 1 if path.parent >= 0 else -1 for path in paths]
+    stops = [path.stop for path in paths]
+    for number in reversed(range(len(paths))):
+        if parents[number] >= 0:
+            stops[parents[number]] = max(stops[parents[number]], stops[number])
+    last: dict[tuple[int, int], int] = {}
+    for number, path in enumerate(paths):
+        if parents[number] < 0:
+            continue
+        keys = (paths[parents[number]].start, path.parent + 1)
+        sibling = last.get(keys)
+        if sibling is not None and pieces[sibling].query_stop == path.start:
+            pieces[sibling] = pieces[sibling]._replace(query_stop=stops[number])
         else:
-            bins.append([sample])
-            room.append(tokens_per_row - sample.num_tokens)
-    return [_lay_out(members) for members in bins]
-
-
-def _lay_out(samples: Sequence[Sample]) -> Row:
-    paths: list[Path] = []
-    parents: list[IntArray] = []
-    start = 0
-    for sample in samples:
-        stop = start + sample.num_tokens
-        own = np.arange(start - 1, stop - 1, dtype=np.int64)
-        own[0] = -1
-        parents.append(own)
-        paths.append(Path(start=start, stop=stop))
-        start = stop
-    return Row(
-        token_ids_T=np.concatenate([sample.token_ids_S for sample in samples]),
-        depths_T=np.concatenate([np.arange(sample.num_tokens, dtype=np.int64) for sample in samples]),
-        parents_T=np.concatenate(parents),
-        weights_T=np.concatenate([sample.weights_S for sample in samples]),
-        paths=tuple(paths),
-        sample_ids=tuple(sample.sample_id for sample in samples),
-    )
+            last[keys] = len(pieces)
+            pieces.append(Piece(path.start, stops[number], *keys, causal=False))
+    return tuple(pieces)

@@ -257,8 +257,8 @@ class Attempt:
         return Techniques(
             attention=Attention(
                 requested=self.config.model.attention,
-                effective=f"tree ({self.device.type} SDPA pieces)" if self.model.tree else "plain (SDPA)",
-                reason=self.model.tree_reason,
+                effective=self.model.effective_attention(),
+                reason=self.model.layout_reason,
             ),
             quantization=Quantization(
                 requested=self.config.model.quantization,

@@ -218,7 +218,8 @@ def _check_adapter_base(attempt: Attempt) -> None:
     base, revision = adapter_base(init)
     if base == location.id and revision and location.resolved_commit and revision != location.resolved_commit:
         raise ConfigError(
-            f"adapter.init = {init} was trained on {base} at {revision}, the run resolves to {location.resolved_commit}",
+            f"adapter.init = {init} was trained on {base} at {revision}, "
+            f"the run resolves to {location.resolved_commit}",
             hint=f"set model.revision = {revision!r}",
         )
 
