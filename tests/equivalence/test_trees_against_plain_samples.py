@@ -131,7 +131,7 @@ def plant_in_rows(monkeypatch, change):
 
 def plant_in_pieces(monkeypatch, change):
     real = attention_pieces
-    monkeypatch.setattr(language_model, "attention_pieces", lambda paths: change(list(real(paths)), paths))
+    monkeypatch.setattr(attention, "attention_pieces", lambda paths: change(list(real(paths)), paths))
 
 
 def test_planted_a_target_lost_at_the_fork_is_seen(monkeypatch):
@@ -222,12 +222,12 @@ def test_planted_parts_merged_without_their_log_sum_exp_are_seen(monkeypatch):
 def test_planted_a_backward_with_the_log_sum_exp_of_one_part_is_seen(monkeypatch):
     """The loss stays right and only the gradient is wrong."""
     model = tiny_language_model("llama")
-    real = attention.kernel_for(torch.device("cpu"))
+    real = attention.kernel_for(torch.device("cpu"), torch.float32)
 
     class OwnPart(type(real)):
         def backward(self, grad, inputs, output, logsumexp, *, causal, scale):
             own = self.forward(*inputs, causal=causal, scale=scale)[1]
             return super().backward(grad, inputs, output, own, causal=causal, scale=scale)
 
-    monkeypatch.setattr(attention, "kernel_for", lambda device: OwnPart())
+    monkeypatch.setattr(attention, "kernel_for", lambda device, dtype: OwnPart())
     assert_update_differs(model)

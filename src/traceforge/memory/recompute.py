@@ -22,7 +22,7 @@ def recompute_layers(layers: Iterable[nn.Module]) -> int:
     """
     count = 0
     for layer in layers:
-        layer.forward = _recomputed(layer.forward)  # type: ignore[method-assign]
+        layer.forward = _recomputed(layer.forward)
         count += 1
     return count
 

@@ -36,10 +36,10 @@ def add_adapter(model: nn.Module, settings: AdapterSettings, *, seed: int) -> nn
     else:
         torch.manual_seed(seed)
         wrapped = get_peft_model(
-            model,  # type: ignore[arg-type]
+            model,
             LoraConfig(
                 r=settings.rank,
-                lora_alpha=settings.alpha,  # type: ignore[arg-type]
+                lora_alpha=settings.alpha,
                 lora_dropout=settings.dropout,
                 target_modules=list(settings.target_modules),
                 bias="none",
@@ -52,7 +52,7 @@ def add_adapter(model: nn.Module, settings: AdapterSettings, *, seed: int) -> nn
     for module in wrapped.modules():
         # PEFT would copy every LoRA input to float32; under autocast the matmul narrows it again at once.
         if hasattr(module, "lora_A"):
-            module.cast_input_dtype_enabled = False  # type: ignore[assignment]
+            module.cast_input_dtype_enabled = False
     return wrapped
 
 
@@ -94,9 +94,9 @@ def save_adapter(model: nn.Module, folder: Path, *, base: str, revision: str | N
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not torch.isfinite(parameter).all():
             raise ModelError(f"{name} is not finite; the adapter is not saved")
-    for config in model.peft_config.values():  # type: ignore[union-attr,operator]
+    for config in model.peft_config.values():
         config.base_model_name_or_path = base
         config.revision = revision
     # save_embedding_layers: its default would ask the hub whether the vocabulary was resized.
-    model.save_pretrained(str(folder), safe_serialization=True, save_embedding_layers=False)  # type: ignore[operator]
+    model.save_pretrained(str(folder), safe_serialization=True, save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card says nothing

@@ -9,23 +9,48 @@ l2, are together
 
 and the backward of each rectangle, called with the merged o and l, gives its exact part of the gradient.
 
-The function is registered with transformers as `NAME`; the rectangles travel with the call as the keyword
-`row_pieces`. A row of one path is one causal rectangle: the plain kernel and nothing else.
+The function is registered with transformers as `NAME`; how a row is attended to travels with the call as the keyword
+`row_layout`. A row of one path is one causal rectangle: the plain kernel and nothing else. On CUDA a row with many
+forks runs in one block-sparse kernel instead (`block_sparse.py`), which is faster there.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
+from traceforge.models import block_sparse
 from traceforge.models.kernels import Kernel, kernel_for
-from traceforge.samples.rows import Piece
+from traceforge.samples.rows import Piece, Row, attention_pieces
 
 NAME = "traceforge_tree"
-LAYOUT_KEYWORD = "row_pieces"
+LAYOUT_KEYWORD = "row_layout"
+_FORKS_FOR_BLOCK_SPARSE = 8
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How a row is attended to: as rectangles, or by a block mask where there is one."""
+
+    pieces: tuple[Piece, ...]
+    block_mask: Any = None
+
+
+def layout_of(row: Row, device: torch.device, dtype: torch.dtype) -> RowLayout:
+    """Return how `row` runs on a device in a dtype."""
+    if runs_block_sparse(row, device, dtype):
+        return RowLayout((), block_sparse.block_mask(row, device))
+    return RowLayout(attention_pieces(row.paths))
+
+
+def runs_block_sparse(row: Row, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a row takes the block-sparse kernel: many forks, CUDA, 16-bit."""
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and narrow and row.num_forks >= _FORKS_FOR_BLOCK_SPARSE
 
 
 def tree_attention(
@@ -42,8 +67,8 @@ def tree_attention(
 
     Identity: the same as running each sample alone, up to the order of summation.
     """
-    pieces: tuple[Piece, ...] | None = keywords.get(LAYOUT_KEYWORD)
-    assert pieces is not None, f"{NAME} was called without {LAYOUT_KEYWORD}: the model does not pass keywords on"
+    layout: RowLayout | None = keywords.get(LAYOUT_KEYWORD)
+    assert layout is not None, f"{NAME} was called without {LAYOUT_KEYWORD}: the model does not pass keywords on"
     assert attention_mask is None, "rows carry no padding and no mask"
     assert keywords.get("sliding_window") is None, "sliding windows are refused before the first row"
     assert dropout == 0.0, "attention dropout is refused before the first row"
@@ -52,7 +77,11 @@ def tree_attention(
         dtype = torch.get_autocast_dtype(device)
         query_1HTK, key_1GTK, value_1GTK = (each.to(dtype) for each in (query_1HTK, key_1GTK, value_1GTK))
     scale = query_1HTK.shape[-1] ** -0.5 if scaling is None else scaling
-    output_1HTK = _MergedPieces.apply(query_1HTK, key_1GTK, value_1GTK, pieces, scale, kernel_for(query_1HTK.device))
+    if layout.block_mask is not None:
+        output_1HTK = block_sparse.block_sparse_attention(query_1HTK, key_1GTK, value_1GTK, layout.block_mask, scale)
+        return output_1HTK.transpose(1, 2), None
+    kernel = kernel_for(query_1HTK.device, query_1HTK.dtype)
+    output_1HTK = _MergedPieces.apply(query_1HTK, key_1GTK, value_1GTK, layout.pieces, scale, kernel)
     return output_1HTK.transpose(1, 2), None
 
 

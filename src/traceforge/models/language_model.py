@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -18,12 +18,12 @@ from traceforge.config import RunConfig
 from traceforge.errors import DisagreementError, ModelError
 from traceforge.memory.recompute import recompute_layers
 from traceforge.memory.token_logprobs import Head, token_logprobs
-from traceforge.models import attention
+from traceforge.models import attention, block_sparse
 from traceforge.models.adapters import add_adapter
 from traceforge.models.kernels import kernel_for
 from traceforge.models.load import ModelLocation, load_base
 from traceforge.samples.prefix_tree import build_rows
-from traceforge.samples.rows import Row, attention_pieces
+from traceforge.samples.rows import Row
 from traceforge.samples.tokens import Sample
 
 Layout = Literal["tree", "packed", "plain"]
@@ -46,6 +46,7 @@ class LanguageModel:
             each alone through the model's own attention.
         layout_reason: why, for the evidence.
         logits_chunk_tokens: see `token_logprobs`.
+        kernels_run: names of the attention kernels that rows have taken so far, for the evidence.
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class LanguageModel:
     layout: Layout = "plain"
     layout_reason: str = ""
     logits_chunk_tokens: int = 512
+    kernels_run: set[str] = field(default_factory=set)
 
     @property
     def base(self) -> nn.Module:
@@ -75,7 +77,7 @@ class LanguageModel:
         """Return the layout and the kernel that really run, for the evidence."""
         if self.layout == "plain":
             return f"plain ({self.base.config._attn_implementation})"
-        return f"{self.layout} ({kernel_for(self.device).name})"
+        return f"{self.layout} ({', '.join(sorted(self.kernels_run)) or self._kernel_name()})"
 
     def row_logprobs(self, row: Row) -> tuple[Tensor, Tensor]:
         """Return log-probability [N] and weight [N] of the row's trained tokens, in row order.
@@ -93,7 +95,7 @@ class LanguageModel:
 
     def head(self) -> Head:
         """Return the output layer as it is now (its weights may be trained)."""
-        layer = self.base.get_output_embeddings()  # type: ignore[operator]
+        layer = self.base.get_output_embeddings()
         if not isinstance(layer, nn.Linear) or type(layer).__name__ == "Linear4bit":
             raise ModelError(f"the output layer is a {type(layer).__name__}, which is not supported as a head")
         config = self.base.config
@@ -109,7 +111,7 @@ class LanguageModel:
 
     def _hidden(self, row: Row) -> Tensor:
         assert self.layout != "plain" or len(row.paths) == 1, "the plain layout takes one sample a row"
-        layout = {} if self.layout == "plain" else {attention.LAYOUT_KEYWORD: attention_pieces(row.paths)}
+        layout = {} if self.layout == "plain" else {attention.LAYOUT_KEYWORD: self._layout_of(row)}
         with self.arithmetic():
             output = self.base.base_model(
                 input_ids=self._tensor(row.token_ids_T)[None],
@@ -119,6 +121,14 @@ class LanguageModel:
             )
         hidden_TD: Tensor = output.last_hidden_state[0]
         return hidden_TD
+
+    def _layout_of(self, row: Row) -> attention.RowLayout:
+        layout = attention.layout_of(row, self.device, self.dtype)
+        self.kernels_run.add(block_sparse.NAME if layout.block_mask is not None else self._kernel_name())
+        return layout
+
+    def _kernel_name(self) -> str:
+        return kernel_for(self.device, self.dtype).name
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.as_tensor(array, device=self.device)
@@ -165,7 +175,7 @@ def choose_layout(model: LanguageModel, requested: Layout | Literal["auto"]) -> 
     Raises:
         DisagreementError: the layout that was asked for cannot be honoured; the message says why.
     """
-    refusals = []
+    refusals: list[str] = []
     for layout in _LAYOUTS if requested == "auto" else (requested,):
         refusal, said = _try_layout(model, layout)
         if refusal is None:
@@ -182,7 +192,7 @@ def _try_layout(model: LanguageModel, layout: Layout) -> tuple[str | None, str]:
     """Put the model into a layout and return why that is refused (None if not), and what to say of it."""
     model.layout = layout
     if layout == "plain":
-        model.base.set_attn_implementation("sdpa")  # type: ignore[operator]
+        model.base.set_attn_implementation("sdpa")
         return None, "one sample a row, through the model's own attention"
     refusal = attention.why_not_rows(model.base.config)
     dropout = max((each.p for each in model.model.modules() if isinstance(each, nn.Dropout)), default=0.0)
@@ -191,7 +201,7 @@ def _try_layout(model: LanguageModel, layout: Layout) -> tuple[str | None, str]:
     if refusal is not None:
         return refusal, ""
     attention.register()
-    model.base.set_attn_implementation(attention.NAME)  # type: ignore[operator]
+    model.base.set_attn_implementation(attention.NAME)
     limit = _SELF_TEST_TOLERANCE.get(model.dtype, 2e-4)
     try:
         difference = _quietly(model, _rows_against_alone)
@@ -230,7 +240,7 @@ def _head_against_logits(model: LanguageModel) -> float:
 def _rows_against_alone(model: LanguageModel) -> float:
     """Compare one row of five samples (two levels of forks, one inside another, a second tree) with each alone."""
     trunk, branch, twig, other = (_probe_ids(model, length, seed) for seed, length in enumerate((9, 6, 4, 7)))
-    endings = ([], branch, np.concatenate([branch[:3], twig]), twig, None)
+    endings: tuple[Any, ...] = ([], branch, np.concatenate([branch[:3], twig]), twig, None)
     probes = [
         _probe(number, other if ending is None else np.concatenate([trunk, ending]).astype(np.int64))
         for number, ending in enumerate(endings)
@@ -249,7 +259,7 @@ def _rows_against_alone(model: LanguageModel) -> float:
 
 
 def _probe_ids(model: LanguageModel, length: int, seed: int) -> np.ndarray:
-    vocabulary = model.base.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
+    vocabulary = model.base.get_input_embeddings().weight.shape[0]
     return np.random.default_rng(seed).integers(0, vocabulary, length)
 
 

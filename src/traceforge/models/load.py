@@ -162,7 +162,7 @@ def _prepare_4bit(model: nn.Module, location: ModelLocation) -> None:
         )
     for layer in layers:
         # On CPUs with AVX512-BF16 an eval-mode forward would repack the weights in place and ruin later gradients.
-        layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+        layer.support_avx512bf16_for_cpu = False
 
 
 def linears_4bit(model: nn.Module) -> list[nn.Module]:

@@ -18,10 +18,13 @@ import msgspec
 
 from traceforge import __version__
 from traceforge.errors import InputError
-from traceforge.samples.folder_writer import MANIFEST, FolderWriter, HashedFile, file_sha256
-from traceforge.samples.references import REFERENCES, SCHEMA, TRAJECTORIES, SampleReference, encode_reference
+from traceforge.hashes import file_sha256
+from traceforge.samples.folder_writer import FolderWriter, HashedFile
+from traceforge.samples.references import REFERENCES, SCHEMA, SampleReference, encode_reference
 from traceforge.samples.trl_rows import UnparsableArgumentsError, trl_row
 from traceforge.samples.turns import trained_turns
+from traceforge.trajectories.manifest import SCHEMA_VERSION as INGEST_SCHEMA
+from traceforge.trajectories.output import MANIFEST, TRAJECTORIES
 from traceforge.trajectories.record import Message, Trajectory, read_trajectories
 
 TRL_ROWS = "trl.jsonl"
@@ -55,10 +58,23 @@ class BuildSummary(msgspec.Struct, frozen=True, kw_only=True):
     trl_rows: int | None
     trl_refusals: dict[str, Refused]
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists and numbers."""
-        plain: dict[str, object] = msgspec.to_builtins(self)
+        plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain
+
+    def describe(self) -> str:
+        """Return the counts in a few lines for a person."""
+        lines = [
+            f"{self.samples:,} samples of {self.tasks:,} tasks, from {self.turns:,} assistant turns in "
+            f"{self.trajectories:,} trajectories: {self.output}"
+        ]
+        if self.refusals:
+            lines.append(f"refused: {_describe(self.refusals)}")
+        if self.trl_rows is not None:
+            refused = f"; refused: {_describe(self.trl_refusals)}" if self.trl_refusals else ""
+            lines.append(f"{self.trl_rows:,} rows in {TRL_ROWS}{refused}")
+        return "\n".join(lines)
 
 
 class _Selection:
@@ -86,8 +102,8 @@ class _Selection:
         trained = set(trained_turns(trajectory))
         for turn, message_index in enumerate(turns):
             sample_id = f"{trajectory.trajectory_id}#{turn}"
-            if message_index not in trained:
-                reason = _reason_untrained(trajectory.messages[message_index])
+            reason = _reason_untrained(trajectory.messages[message_index], trained=message_index in trained)
+            if reason is not None:
                 _count(self.refusals, reason, sample_id, unit="turn", turns=1)
                 continue
             self.num_samples += 1
@@ -139,6 +155,7 @@ def build_sft(source: Path, output: Path, *, only_resolved: bool = False, as_trl
     selection = _Selection(only_resolved=only_resolved)
     with FolderWriter(output) as writer:
         copied_hash = _copy(trajectories, writer.file(TRAJECTORIES))
+        _check_ingest(source, trajectories, copied_hash)
         references = writer.file(REFERENCES)
         trl_file = writer.file(TRL_ROWS) if as_trl else None
         for trajectory in _read_unique(trajectories):
@@ -179,20 +196,34 @@ def _check_places(source: Path, trajectories: Path, output: Path) -> None:
             hint="choose another output folder with -o",
         )
     manifest = output / MANIFEST
-    if manifest.exists() and _schema_of(manifest) != SCHEMA:
+    schema = _read_manifest(manifest).get("schema_version")
+    if manifest.exists() and schema != SCHEMA:
         raise InputError(
-            f"{manifest}: this folder holds something else than a build ({_schema_of(manifest) or 'unknown schema'})",
+            f"{manifest}: this folder holds something else than a build (schema {schema!r})",
             hint="choose another output folder with -o",
         )
 
 
-def _schema_of(manifest: Path) -> str | None:
+def _check_ingest(source: Path, trajectories: Path, found_hash: str) -> None:
+    """Refuse an ingest folder whose trajectories are not those its manifest vouches for."""
+    manifest = _read_manifest(source / MANIFEST)
+    if not source.is_dir() or manifest.get("schema_version") != INGEST_SCHEMA:
+        return
+    expected = manifest.get("outputs", {}).get(TRAJECTORIES, {}).get("sha256")
+    if expected != found_hash:
+        raise InputError(
+            f"{trajectories}: sha256 {found_hash[:12]}… is not the {str(expected)[:12]}… that {MANIFEST} names; "
+            "the file was changed after it was ingested",
+            hint=f"ingest again, or, if the change is meant, pass the file itself: {trajectories}",
+        )
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        held = json.loads(manifest.read_bytes())
+        held = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return None
-    schema = held.get("schema") or held.get("schema_version") if isinstance(held, dict) else None
-    return schema if isinstance(schema, str) else None
+        return {}
+    return held if isinstance(held, dict) else {}
 
 
 def _copy(trajectories: Path, target: HashedFile) -> str:
@@ -220,12 +251,12 @@ def _read_unique(trajectories: Path) -> Iterator[Trajectory]:
         yield trajectory
 
 
-def _reason_untrained(message: Message) -> str:
-    if message.trained is False:
+def _reason_untrained(message: Message, *, trained: bool) -> str | None:
+    if not trained:
         return "flagged_untrained"
     if not (message.content.strip() or (message.reasoning or "").strip() or message.tool_calls):
         return "empty_turn"
-    return "not_selected"
+    return None
 
 
 def _count(refusals: dict[str, Refused], reason: str, identifier: str, *, unit: str, turns: int) -> None:
@@ -236,7 +267,7 @@ def _manifest(
     selection: _Selection, inputs: list[dict[str, str]], *, only_resolved: bool, as_trl: bool
 ) -> dict[str, Any]:
     return {
-        "schema": SCHEMA,
+        "schema_version": SCHEMA,
         "traceforge": __version__,
         "settings": {"only_resolved": only_resolved, "as_trl": as_trl},
         "inputs": inputs,
@@ -255,10 +286,6 @@ def _manifest(
 def _nothing_left(trajectories: Path, selection: _Selection) -> InputError:
     if selection.num_trajectories == 0:
         return InputError(f"{trajectories}: holds no trajectory", hint="ingest logs that hold at least one agent run")
-    counts = ", ".join(
-        f"{reason} {refused.count} {refused.unit}{'s' if refused.count != 1 else ''}"
-        for reason, refused in sorted(selection.refusals.items())
-    )
     ways = {
         "outcome_unknown": "give outcomes with `traceforge ingest --labels`, or build without --only-resolved",
         "not_resolved": "build without --only-resolved",
@@ -267,6 +294,14 @@ def _nothing_left(trajectories: Path, selection: _Selection) -> InputError:
     hint = next((way for reason, way in ways.items() if reason in selection.refusals), None)
     return InputError(
         f"{trajectories}: no sample is left of {selection.num_trajectories} trajectories "
-        f"with {selection.num_turns} assistant turns; refused: {counts}",
+        f"with {selection.num_turns} assistant turns; refused: {_describe(selection.refusals)}",
         hint=hint,
+    )
+
+
+def _describe(refusals: dict[str, Refused]) -> str:
+    return ", ".join(
+        f"{reason} {refused.count:,} "
+        + (f"trajectories ({refused.turns:,} turns)" if refused.unit == "trajectory" else "turns")
+        for reason, refused in sorted(refusals.items())
     )

@@ -6,6 +6,7 @@ Whole    Files are written under a temporary name in the target folder and renam
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,8 +15,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from traceforge.errors import StorageError
-
-MANIFEST = "manifest.json"
+from traceforge.trajectories.output import MANIFEST
 
 
 class HashedFile:
@@ -55,11 +55,11 @@ class FolderWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[str, HashedFile] = {}
-        self._made_folder = False
+        self._made_folders: list[Path] = []
 
     def __enter__(self) -> FolderWriter:
         try:
-            self._made_folder = not self.folder.exists()
+            self._made_folders = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self._failed(error) from error
@@ -89,22 +89,20 @@ class FolderWriter:
         for name, file in self._files.items():
             file.path.replace(self.folder / name)
         self._files.clear()
-        self._made_folder = False
+        self._made_folders = []
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for file in self._files.values():
-            try:
+            # A full disk fails again on closing; the first error is the one to tell.
+            with contextlib.suppress(OSError):
                 file.close()
-            except OSError:
-                pass  # A full disk fails again when the buffer is flushed; the first error is the one to tell.
-            file.path.unlink(missing_ok=True)
-        if self._made_folder:
-            try:
-                self.folder.rmdir()
-            except OSError:
-                pass  # Somebody else put a file there.
+            with contextlib.suppress(OSError):
+                file.path.unlink(missing_ok=True)
+        for made in self._made_folders:
+            with contextlib.suppress(OSError):  # Somebody else may have put a file there.
+                made.rmdir()
         if isinstance(error, OSError) and not isinstance(error, StorageError):
             raise self._failed(error) from error
 
@@ -113,9 +111,3 @@ class FolderWriter:
             f"{self.folder}: cannot write: {error.strerror or error}",
             hint="free space on the disk or choose another output folder; nothing was left half-written",
         )
-
-
-def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file's bytes."""
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -17,6 +17,7 @@ Work  Linear in tokens, after a sort that compares neighbouring prefixes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,7 +43,8 @@ def build_rows(samples: Sequence[Sample], *, tokens_per_row: int, share: bool = 
     for sample in samples:
         if sample.num_tokens > tokens_per_row:
             raise ConfigError(
-                f"sample {sample.sample_id} has {sample.num_tokens} tokens, training.tokens_per_row is {tokens_per_row}",
+                f"sample {sample.sample_id} has {sample.num_tokens} tokens, "
+                f"training.tokens_per_row is {tokens_per_row}",
                 hint="raise training.tokens_per_row or lower data.max_tokens",
             )
     ordered = sorted(samples, key=lambda sample: token_key(sample.token_ids_S)) if share else list(samples)
@@ -72,7 +74,7 @@ def common_prefix_length(left: IntArray, right: IntArray) -> int:
 def _shared_with_previous(ordered: Sequence[Sample], share: bool) -> list[int]:
     if not share or not ordered:
         return [0] * len(ordered)
-    pairs = zip(ordered, ordered[1:], strict=False)
+    pairs = itertools.pairwise(ordered)
     return [0, *(common_prefix_length(left.token_ids_S, right.token_ids_S) for left, right in pairs)]
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from traceforge.errors import InputError
-from traceforge.samples.folder_writer import MANIFEST, file_sha256
+from traceforge.hashes import file_sha256
+from traceforge.trajectories.output import MANIFEST, TRAJECTORIES
 from traceforge.trajectories.record import Trajectory, read_trajectories
 
 SCHEMA = "traceforge-sft/1"
 REFERENCES = "sft.jsonl"
-TRAJECTORIES = "trajectories.jsonl"
 
 
 class SampleReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,11 +141,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise InputError(f"{path}: not JSON: {error}", hint="build the data set again") from error
-    schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    schema = manifest.get("schema_version") if isinstance(manifest, dict) else None
     if schema != SCHEMA:
-        raise InputError(
-            f"{path}: schema {schema!r}, this version reads {SCHEMA!r}", hint="build the data set again"
-        )
+        raise InputError(f"{path}: schema {schema!r}, this version reads {SCHEMA!r}", hint="build the data set again")
     held: dict[str, Any] = manifest
     return held
 

@@ -87,6 +87,20 @@ class Row:
         """Return the row positions of the trained tokens, ascending."""
         return np.flatnonzero(self.weights_T).astype(np.int64)
 
+    def visible_until_T(self) -> IntArray:
+        """Return for each token the end of the range of row positions that see it, itself first.
+
+        In row order whatever continues a token stands right behind it: the rest of its path, then the forks after it.
+        So token j is seen by token i exactly if `j <= i < visible_until_T[j]`.
+        """
+        ends_T = np.arange(1, self.num_tokens + 1, dtype=np.int64)
+        for path in reversed(self.paths):
+            own = slice(path.start, path.stop)
+            ends_T[own] = np.maximum.accumulate(np.maximum(ends_T[own], path.stop)[::-1])[::-1]
+            if path.parent >= 0:
+                ends_T[path.parent] = max(ends_T[path.parent], ends_T[path.start])
+        return ends_T
+
     def sample_positions_S(self, number: int) -> IntArray:
         """Return the row positions of all tokens of sample `number`, first token first."""
         ranges = []
@@ -106,28 +120,55 @@ class Row:
 
 
 def attention_pieces(paths: tuple[Path, ...]) -> tuple[Piece, ...]:
-    """Return all that the tokens of a row see, as at most two rectangles a path.
+    """Return all that the tokens of a row see, as at most two rectangles a path. Causal ones come first.
 
     Every path sees itself, causally. And where a path forks off, it *and everything that continues it* see the other
-    path up to the fork; in row order (a path, then what continues it) those queries are one range. Siblings that fork
-    at the same token share a rectangle. Causal pieces come first: they give every token its first part.
+    path up to the fork; in row order (a path, then what continues it, the deepest fork first) those queries are one
+    range. The forks of one path make a staircase, which `_staircase` cuts into few large rectangles and small rests:
+
+        keys of the path   0 ─────────────▶
+        deepest fork       ██████████████▒▒
+        next               ██████████████        many short forks of a long path thus cost large, fast rectangles,
+        next               ▓▓▓▓▓▓▓▒▒             not one narrow rectangle each
+        shallowest         ▓▓▓▓▓▓▓
     """
-    pieces = [Piece(path.start, path.stop, path.start, path.stop, causal=True) for path in paths]
     starts = [path.start for path in paths]
     parents = [bisect_right(starts, path.parent) - 1 if path.parent >= 0 else -1 for path in paths]
     stops = [path.stop for path in paths]
     for number in reversed(range(len(paths))):
         if parents[number] >= 0:
             stops[parents[number]] = max(stops[parents[number]], stops[number])
-    last: dict[tuple[int, int], int] = {}
+    forks: dict[int, list[_Fork]] = {}
     for number, path in enumerate(paths):
         if parents[number] < 0:
             continue
-        keys = (paths[parents[number]].start, path.parent + 1)
-        sibling = last.get(keys)
-        if sibling is not None and pieces[sibling].query_stop == path.start:
-            pieces[sibling] = pieces[sibling]._replace(query_stop=stops[number])
+        siblings = forks.setdefault(parents[number], [])
+        fork = _Fork(path.start, stops[number], path.parent + 1)
+        if siblings and siblings[-1].key_stop == fork.key_stop:  # at one token: one rectangle for both
+            siblings[-1] = siblings[-1]._replace(query_stop=fork.query_stop)
         else:
-            last[keys] = len(pieces)
-            pieces.append(Piece(path.start, stops[number], *keys, causal=False))
+            siblings.append(fork)
+    pieces = [Piece(path.start, path.stop, path.start, path.stop, causal=True) for path in paths]
+    for number, siblings in forks.items():
+        pieces += _staircase(siblings, paths[number].start)
     return tuple(pieces)
+
+
+class _Fork(NamedTuple):
+    """What continues a path at one of its tokens: a range of queries, and where the part that they see ends."""
+
+    query_start: int
+    query_stop: int
+    key_stop: int
+
+
+def _staircase(forks: list[_Fork], key_start: int) -> list[Piece]:
+    """Return rectangles that cover `[key_start, key_stop)` of each fork; forks are in row order, the deepest first."""
+    if not forks:
+        return []
+    if len(forks) == 1:
+        return [Piece(forks[0].query_start, forks[0].query_stop, key_start, forks[0].key_stop, causal=False)]
+    deeper, shallower = forks[: len(forks) // 2], forks[len(forks) // 2 :]
+    common = deeper[-1].key_stop
+    whole = Piece(deeper[0].query_start, deeper[-1].query_stop, key_start, common, causal=False)
+    return [whole, *_staircase(deeper[:-1], common), *_staircase(shallower, key_start)]

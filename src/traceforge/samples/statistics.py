@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from traceforge.samples.tokens import IntArray, Sample
+from traceforge.samples.prefix_tree import token_key, tree_tokens
+from traceforge.samples.tokens import Sample
 
 EXAMPLE_IDS = 20
 
@@ -138,28 +139,11 @@ def describe_samples(parts: Sequence[Sequence[Sample]], *, train: Sequence[Sampl
 
 
 def prefix_tree_tokens(samples: Sequence[Sample]) -> int:
-    """Return how many tokens the prefix trees of `samples` hold, one tree per group.
-
-    In lexicographic order a sequence shares with all earlier ones exactly what it shares with its neighbour, so the
-    tree's tokens are the sum of lengths less the sum of neighbours' common prefixes.
-    """
-    groups: defaultdict[str, list[IntArray]] = defaultdict(list)
+    """Return how many tokens the prefix trees of `samples` hold, one tree per group."""
+    groups: defaultdict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
-        groups[sample.group_id].append(sample.token_ids_S)
-    tokens = 0
-    for members in groups.values():
-        ordered = sorted(members, key=_token_key)
-        tokens += ordered[0].size
-        for left, right in zip(ordered, ordered[1:], strict=False):
-            tokens += right.size - common_prefix_length(left, right)
-    return int(tokens)
-
-
-def common_prefix_length(left: IntArray, right: IntArray) -> int:
-    """Return how many leading tokens two sequences share."""
-    shorter = min(left.size, right.size)
-    differing = np.flatnonzero(left[:shorter] != right[:shorter])
-    return int(differing[0]) if differing.size else int(shorter)
+        groups[sample.group_id].append(sample)
+    return sum(tree_tokens(members) for members in groups.values())
 
 
 def merge_refusals(parts: Iterable[dict[str, RefusalCount]]) -> dict[str, RefusalCount]:
@@ -197,10 +181,5 @@ class RefusalTally:
         }
 
 
-def _token_key(token_ids_S: IntArray) -> bytes:
-    # Big-endian bytes of non-negative ids compare as the ids do.
-    return token_ids_S.astype(">u4").tobytes()
-
-
 def _token_digest(sample: Sample) -> bytes:
-    return hashlib.sha256(_token_key(sample.token_ids_S)).digest()
+    return hashlib.sha256(token_key(sample.token_ids_S)).digest()

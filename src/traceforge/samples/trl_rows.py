@@ -2,6 +2,10 @@
 
 Objects  Tool arguments are objects there and JSON strings in the trajectory; a string that is no JSON object has no
          such form and is refused, never guessed.
+Tools    One JSON string, which TRL parses itself: a column of schemas would take the union of all rows' keys (and fail
+         to load where the first rows have none). `datasets.load_dataset("json", ...)` reads the rest as it stands;
+         where only later rows call tools, pass `features=Features({"prompt": List(Json()), "completion":
+         List(Json()), "tools": Value("string")})`.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ class UnparsableArgumentsError(ValueError):
 
 
 def trl_row(trajectory: Trajectory, message_index: int) -> dict[str, Any]:
-    """Return `{prompt, completion, tools}`: the history, the turn as the one completion message, and the schemas.
+    """Return `{prompt, completion, tools}`: history, the turn as the one message, and the schemas as JSON.
 
     Raises:
         UnparsableArgumentsError: a tool call in the history or the turn has arguments that are not a JSON object.
@@ -25,7 +29,7 @@ def trl_row(trajectory: Trajectory, message_index: int) -> dict[str, Any]:
     return {
         "prompt": [_message(message) for message in trajectory.messages[:message_index]],
         "completion": [_message(trajectory.messages[message_index])],
-        "tools": list(trajectory.tools),
+        "tools": json.dumps(trajectory.tools, ensure_ascii=False),
     }
 
 

@@ -6,7 +6,7 @@ import re
 
 from traceforge.trajectories.record import Message, Trajectory
 
-_FENCED_COMMAND = re.compile(r"```(?:mswea_bash_command|bash)[ \t]*\r?\n.*?\n?```", re.DOTALL)
+_FENCED_COMMAND = re.compile(r"```(?:mswea_bash_command|bash)[ \t]*\r?\n(?:.*?\n)??```", re.DOTALL)
 
 
 def trained_turns(trajectory: Trajectory) -> list[int]:

@@ -36,6 +36,7 @@ from traceforge.evidence.schema import (
     Workload,
     decide,
 )
+from traceforge.evidence.summaries import percentile_95
 from traceforge.models.language_model import LanguageModel
 from traceforge.models.load import ModelLocation, linears_4bit
 from traceforge.samples.dataset import SampleSets
@@ -263,10 +264,7 @@ class Attempt:
             quantization=Quantization(
                 requested=self.config.model.quantization,
                 quantized_modules=len(four_bit),
-                quantized_bytes=sum(
-                    layer.weight.numel() * layer.weight.element_size()  # type: ignore[union-attr,operator]
-                    for layer in four_bit
-                ),
+                quantized_bytes=sum(layer.weight.numel() * layer.weight.element_size() for layer in four_bit),
             ),
             packing=Packing(
                 rows=job.rows_run,
@@ -284,7 +282,7 @@ class Attempt:
 def _job_metrics(job: Job) -> dict[str, object]:
     measured = job.evaluations.get(max(job.evaluations, default=-1), {})
     train, evaluation = measured.get("train"), measured.get("evaluation")
-    milliseconds = sorted(1000 * seconds for seconds in job.update_seconds)
+    milliseconds = [1000 * seconds for seconds in job.update_seconds]
     return {
         "train_trained_tokens": train.trained_tokens if train else None,
         "evaluation_trained_tokens": evaluation.trained_tokens if evaluation else None,
@@ -295,7 +293,7 @@ def _job_metrics(job: Job) -> dict[str, object]:
         "updates_done": job.clock.updates,
         "skipped_updates": job.clock.skipped,
         "median_update_ms": statistics.median(milliseconds) if milliseconds else None,
-        "p95_update_ms": milliseconds[max(0, math.ceil(0.95 * len(milliseconds)) - 1)] if milliseconds else None,
+        "p95_update_ms": percentile_95(milliseconds),
         "memory_parts_bytes": memory_parts(job.model, job.optimizer),
     }
 

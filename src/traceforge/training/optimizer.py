@@ -46,7 +46,7 @@ def build_optimizer(
     ]
     options = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.epsilon}
     if settings.name == "adamw":
-        return torch.optim.AdamW(groups, **options)  # type: ignore[arg-type]
+        return torch.optim.AdamW(groups, **options)
     try:
         from bitsandbytes.optim import AdamW8bit
 
@@ -56,7 +56,7 @@ def build_optimizer(
             f"optimizer.name = 'adamw_8bit' does not run on {parameters[0][1].device}: {error}",
             hint="set optimizer.name = 'adamw'",
         ) from error
-    return AdamW8bit(groups, **options)  # type: ignore[no-any-return]
+    return AdamW8bit(groups, **options)
 
 
 def _try_8bit(optimizer_class: type, device: torch.device) -> None:

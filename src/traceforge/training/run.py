@@ -194,7 +194,7 @@ def _save_result(attempt: Attempt) -> None:
                 attempt.model.model, partial, base=attempt.location.id, revision=attempt.location.resolved_commit
             )
         else:
-            attempt.model.base.save_pretrained(str(partial))  # type: ignore[operator]
+            attempt.model.base.save_pretrained(str(partial))
             for path in attempt.location.folder.glob("*token*"):
                 shutil.copy2(path, partial / path.name)
         partial.rename(folder)

@@ -22,7 +22,9 @@ def test_a_sliding_window_runs_plain_and_says_why():
     choose_layout(model, "auto")
     assert model.layout == "plain"
     assert "sliding-window" in model.layout_reason
-    with pytest.raises(DisagreementError, match=r"model\.attention = 'tree' cannot be honoured, not tree: sliding-window"):
+    with pytest.raises(
+        DisagreementError, match=r"model\.attention = 'tree' cannot be honoured, not tree: sliding-window"
+    ):
         choose_layout(model, "tree")
 
 
@@ -41,7 +43,7 @@ def test_a_model_that_leaks_between_samples_is_not_admitted(monkeypatch):
         from traceforge.samples.rows import Piece
 
         length = query.shape[2]
-        keywords[attention.LAYOUT_KEYWORD] = (Piece(0, length, 0, length, causal=True),)
+        keywords[attention.LAYOUT_KEYWORD] = attention.RowLayout((Piece(0, length, 0, length, causal=True),))
         return real(module, query, key, value, mask, **keywords)
 
     monkeypatch.setattr(attention, "tree_attention", leaking)

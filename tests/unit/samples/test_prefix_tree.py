@@ -79,6 +79,10 @@ def check_pieces(row: Row) -> None:
             ancestor = int(row.parents_T[ancestor])
     assert np.array_equal(seen, wanted)
     assert len(pieces) <= 2 * len(row.paths)
+    until = row.visible_until_T()
+    position = np.arange(row.num_tokens)
+    by_interval = (position[None, :] <= position[:, None]) & (position[:, None] < until[None, :])
+    assert np.array_equal(by_interval, wanted.astype(bool))
 
 
 def test_the_picture_of_the_design():

@@ -1,0 +1,208 @@
+"""`traceforge inspect`: what a model would see of a data set, in numbers and in one sample's own text.
+
+Here     What is shown. How, on a terminal, in a pipe and as a page: `inspection_views.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from traceforge.config import DataSettings, DataSource, load_run_file, parse_run
+from traceforge.errors import InputError
+from traceforge.samples.dataset import load_samples
+from traceforge.samples.inspection_views import print_inspection, raw_text, write_inspection_html
+from traceforge.samples.mask_view import Segment, mask_segments
+from traceforge.samples.statistics import DatasetStatistics
+from traceforge.samples.tokenizer import load_tokenizer
+from traceforge.samples.tokens import Sample
+
+HISTOGRAM_BINS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class SampleView:
+    """One sample of the data set; `segments` joined are its text as the model sees it."""
+
+    index: int
+    sample_id: str
+    task_id: str
+    num_tokens: int
+    num_trained_tokens: int
+    cuts: tuple[str, ...]
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What `traceforge inspect` shows.
+
+    Args:
+        path: the data set.
+        model: the model whose tokenizer and template it was rendered with.
+        settings: the settings that decided lengths and masks.
+        statistics: the numbers of the whole set.
+        histogram: `(from, to, samples)` per bin of sample lengths in tokens, both ends included.
+        sample: the sample that is shown.
+        whole_text: show all of the sample; else the terminal leaves out the middle of long context.
+    """
+
+    path: str
+    model: str
+    settings: DataSettings
+    statistics: DatasetStatistics
+    histogram: tuple[tuple[int, int, int], ...]
+    sample: SampleView
+    whole_text: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return JSON values: statistics, histogram and the sample with its runs."""
+        return {
+            "path": self.path,
+            "model": self.model,
+            "settings": self.settings.model_dump(mode="json"),
+            "statistics": self.statistics.as_dict(),
+            "histogram": [{"from": low, "to": high, "samples": count} for low, high, count in self.histogram],
+            "sample": {
+                "index": self.sample.index,
+                "sample_id": self.sample.sample_id,
+                "task_id": self.sample.task_id,
+                "tokens": self.sample.num_tokens,
+                "trained_tokens": self.sample.num_trained_tokens,
+                "cuts": list(self.sample.cuts),
+                "segments": list(self.sample.segments),
+            },
+        }
+
+
+def run_inspect(  # noqa: PLR0913 - one parameter per option of the command
+    dataset: str,
+    *,
+    model: str,
+    run_file: Path | None = None,
+    overrides: Sequence[str] = (),
+    sample: str | None = None,
+    html: Path | None = None,
+    raw: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Inspect and show: on stdout as text, as JSON or as the sample's text alone; with `html` as a page, too.
+
+    Args:
+        run_file: take `[data]` and `[model]` settings from here; `model` and `dataset` still decide what is shown.
+        overrides: `section.field=value`, as for a run file.
+        raw: only the sample's text, verbatim.
+
+    Raises:
+        ConfigError: the run file or an override is wrong.
+        InputError, ModelError, HubError, StorageError: see `inspect_dataset` and `write_inspection_html`.
+    """
+    if run_file is not None:
+        config = load_run_file(run_file, overrides)
+    else:
+        start = {"model": {"name_or_path": model}, "data": {"train": dataset}}
+        config = parse_run(start, source="inspect", overrides=overrides)
+    inspection = inspect_dataset(
+        dataset,
+        model=model,
+        settings=config.data,
+        template_kwargs=config.model.template_kwargs,
+        template_file=config.model.template_file,
+        revision=config.model.revision if config.model.name_or_path == model else None,
+        sample=sample,
+    )
+    if html is not None:
+        write_inspection_html(inspection, html)
+        sys.stderr.write(f"page: {html}\n")
+    if as_json:
+        sys.stdout.write(json.dumps(inspection.as_dict(), ensure_ascii=False, indent=2) + "\n")
+    elif raw:
+        sys.stdout.write(raw_text(inspection))
+    else:
+        print_inspection(inspection, Console())
+
+
+def inspect_dataset(
+    path: str | Path,
+    *,
+    model: str,
+    settings: DataSettings,
+    template_kwargs: Mapping[str, Any] | None = None,
+    template_file: Path | None = None,
+    revision: str | None = None,
+    sample: int | str | None = None,
+) -> Inspection:
+    """Return the numbers of a data set under a model's tokenizer, and one sample of it.
+
+    The whole data set is inspected: whatever `settings` says about training sources and held-out parts is set aside.
+
+    Args:
+        path: a folder made by `traceforge build sft`, a row file, or a hub id.
+        model: folder or hub id of the model.
+        settings: rendering, target, lengths and so on.
+        template_kwargs: switches of the chat template.
+        template_file: a chat template instead of the model's own.
+        revision: hub models only.
+        sample: index or id of the sample to show whole; None shows the first, with long context left out.
+
+    Raises:
+        InputError: the data set cannot be read, every sample is refused, or there is no such sample.
+        ModelError: the tokenizer cannot be loaded.
+    """
+    held_out = {"evaluation": None, "evaluation_fraction": 0.0, "evaluation_rows": None, "train_rows": None}
+    settings = settings.model_copy(update={"train": (DataSource(path=str(path), weight=1.0),), **held_out})
+    tokenizer = load_tokenizer(model, revision=revision, template_file=template_file)
+    sets = load_samples(settings, tokenizer, template_kwargs=template_kwargs)
+    samples = sets.train[0].samples
+    index = _find(samples, 0 if sample is None else sample, str(path))
+    chosen = samples[index]
+    return Inspection(
+        path=str(path),
+        model=model,
+        settings=settings,
+        statistics=sets.statistics,
+        histogram=length_histogram([one.num_tokens for one in samples]),
+        sample=SampleView(
+            index=index,
+            sample_id=chosen.sample_id,
+            task_id=chosen.task_id,
+            num_tokens=chosen.num_tokens,
+            num_trained_tokens=chosen.num_trained_tokens,
+            cuts=chosen.cuts,
+            segments=tuple(mask_segments(chosen, tokenizer)),
+        ),
+        whole_text=sample is not None,
+    )
+
+
+def length_histogram(lengths: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """Return up to ten bins of equal width over the lengths as `(from, to, count)`, both ends included."""
+    low, high = min(lengths), max(lengths)
+    width = max(1, -(-(high - low + 1) // HISTOGRAM_BINS))
+    counts = np.bincount((np.asarray(lengths) - low) // width)
+    return tuple(
+        (low + number * width, min(high, low + (number + 1) * width - 1), int(count))
+        for number, count in enumerate(counts)
+    )
+
+
+def _find(samples: Sequence[Sample], wanted: int | str, path: str) -> int:
+    by_id = {sample.sample_id: index for index, sample in enumerate(samples)}
+    if isinstance(wanted, str) and wanted in by_id:
+        return by_id[wanted]
+    if isinstance(wanted, str) and wanted.isdecimal():
+        wanted = int(wanted)
+    if isinstance(wanted, int) and 0 <= wanted < len(samples):
+        return wanted
+    raise InputError(
+        f"{path}: no sample {wanted!r}; there are {len(samples)}, from 0 ({samples[0].sample_id}) "
+        f"to {len(samples) - 1} ({samples[-1].sample_id})",
+        hint="--sample takes an index or a sample id; a refused sample has no tokens to show",
+    )
