@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import traceback
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from traceforge import __version__
-from traceforge.errors import TraceForgeError
+from traceforge.errors import TraceForgeError, UsageError
 
 if TYPE_CHECKING:
     from traceforge.training.run import RunOutcome
+    from traceforge.trajectories.manifest import IngestSummary
 
 app = typer.Typer(
     name="traceforge",
@@ -43,8 +45,9 @@ def _settings() -> None:
 
 
 @app.command()
-def version(as_json: Json = False) -> None:
+def version(as_json: Json = False, debug: Debug = False) -> None:
     """Print the version."""
+    _state["debug"] = debug
     _print({"version": __version__}, as_json=as_json, text=f"traceforge {__version__}")
 
 
@@ -63,7 +66,7 @@ def ingest(
     from traceforge.trajectories.ingest import ingest as run_ingest
 
     summary = run_ingest(inputs, output, labels=tuple(labels or ()))
-    _print(summary.as_dict(), as_json=as_json, text=summary.describe())
+    _print(summary.as_dict(), as_json=as_json, text=_ingest_text(summary))
 
 
 @build_app.command("sft")
@@ -79,7 +82,6 @@ def build_sft(
 ) -> None:
     """Build one sample per assistant turn."""
     _state["debug"] = debug
-    from traceforge.errors import UsageError
     from traceforge.samples.build import build_sft as run_build
 
     if expand not in {None, "trl"}:
@@ -90,26 +92,41 @@ def build_sft(
 
 @app.command()
 def inspect(  # noqa: PLR0913 - one parameter per option
-    dataset: Annotated[str, typer.Argument(help="A folder made by `build`, or a .jsonl of rows.")],
-    model: Annotated[str, typer.Option("--model", help="Model folder or hub id whose tokenizer and template count.")],
+    dataset: Annotated[str, typer.Argument(help="A folder made by `build`, a file of rows, or a hub id.")],
+    model: Annotated[
+        str | None, typer.Option("--model", help="Folder or hub id whose tokenizer and template count.")
+    ] = None,
     run_file: Annotated[
-        Path | None, typer.Option("--config", help="Run file whose [data] and [model] settings are used.")
+        Path | None, typer.Option("--config", metavar="RUN.toml", help="Take [data] and [model] from this run file.")
     ] = None,
     overrides: Overrides = None,
-    sample: Annotated[str | None, typer.Option("--sample", help="Show this sample: its number or its id.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Also write a page.")] = None,
+    sample: Annotated[str | None, typer.Option("--sample", help="Show this sample whole: its number or id.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Print only the sample's text, as the model sees it.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show lengths, masks, drops and cuts of a data set as a model will see it."""
     _state["debug"] = debug
+    from traceforge.config import load_run_file
     from traceforge.samples.inspection import run_inspect
 
+    if raw and as_json:
+        raise UsageError("--raw and --json exclude each other: one prints text, the other a document")
+    if model is None:
+        if run_file is None:
+            raise UsageError("inspect needs --model, or --config with a run file that names one")
+        model = load_run_file(run_file, overrides or []).model.name_or_path
     run_inspect(
-        dataset, model=model, run_file=run_file, overrides=overrides or [], sample=sample, html=html, raw=raw,
+        dataset,
+        model=model,
+        run_file=run_file,
+        overrides=overrides or [],
+        sample=sample,
+        html=html,
+        raw=raw,
         as_json=as_json,
-    )  # fmt: skip
+    )
 
 
 @app.command()
@@ -173,7 +190,7 @@ def demo(
 ) -> None:
     """Train a real small model on bundled real trajectories on the CPU, from raw logs to the report."""
     _state["debug"] = debug
-    from traceforge.demo import run_demo
+    from traceforge.demo.tour import run_demo
 
     result = run_demo(output, updates=updates)
     _print(result.as_dict(), as_json=as_json, text=result.describe())
@@ -183,6 +200,9 @@ def demo(
 
 def main() -> NoReturn:
     """Run the command line and exit with the documented code; an error is a few lines, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character must not end a run
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         result = app(standalone_mode=False)
         code = result if isinstance(result, int) else 0
@@ -222,6 +242,23 @@ def _show(error: Exception) -> None:
 
 def _print(values: dict[str, Any], *, as_json: bool, text: str) -> None:
     typer.echo(json.dumps(values, ensure_ascii=False, indent=2) if as_json else text)
+
+
+def _ingest_text(summary: IngestSummary) -> str:
+    counts = summary.counts
+    lines = [
+        f"{counts.trajectories:,} trajectories with {counts.turns:,} turns from {counts.files:,} files "
+        f"({_counted(summary.formats)})",
+        f"outcomes: {counts.resolved:,} resolved, {counts.unresolved:,} not, {counts.unlabelled:,} unknown",
+        f"refused: {_counted(summary.refusals_by_reason)}",
+    ]
+    if summary.notes:
+        lines.append(f"noted: {_counted(summary.notes)}")
+    return "\n".join([*lines, f"wrote {summary.trajectories_file}", f"wrote {summary.manifest_file}"])
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "nothing"
 
 
 def _finish(outcome: RunOutcome, *, as_json: bool) -> None:

@@ -1,0 +1,158 @@
+"""What stands further down in the report: data statistics, settings, and lists of facts. No HTML is written here.
+
+What a run did not record is None, and shown as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from traceforge.evidence.formats import NOT_RECORDED, clip, integer, plain, share, size
+from traceforge.evidence.schema import DatasetIdentity, Gpu, Hardware, MechanismMetrics, ModelIdentity, Techniques
+
+_MOST_REASONS = 40
+_MOST_EXAMPLES = 5
+_MEMORY_FIELDS = {"peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes", "memory_parts_bytes"}
+
+Facts = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why samples were refused or cut, and how many."""
+
+    code: str
+    count: int | None
+    detail: str
+    examples: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DatasetView:
+    """The `dataset` part of manifest.json. `sets` maps a set's name to its statistics."""
+
+    sets: dict[str, Mapping[str, Any]]
+    refusals: tuple[Reason, ...]
+    cuts: dict[str, tuple[Reason, ...]]
+    sources: tuple[Mapping[str, Any], ...]
+    default_system_prompt: str | None
+    samples_with_default_system_prompt: int | None
+
+
+def dataset_view(manifest: Mapping[str, Any] | None) -> DatasetView | None:
+    """Return what the manifest says about the data, or None if it says nothing."""
+    dataset = (manifest or {}).get("dataset")
+    if not isinstance(dataset, Mapping) or not dataset:
+        return None
+    sets = {name: dataset[name] for name in ("train", "evaluation") if isinstance(dataset.get(name), Mapping)}
+    prompt = dataset.get("default_system_prompt")
+    return DatasetView(
+        sets=sets,
+        refusals=_refusals(dataset.get("refusals")),
+        cuts={name: _cuts(statistics.get("cuts")) for name, statistics in sets.items() if statistics.get("cuts")},
+        sources=tuple(each for each in dataset.get("sources") or () if isinstance(each, Mapping))[:_MOST_REASONS],
+        default_system_prompt=None if prompt is None else clip(str(prompt)),
+        samples_with_default_system_prompt=dataset.get("samples_with_default_system_prompt"),
+    )
+
+
+def _refusals(refusals: object) -> tuple[Reason, ...]:
+    if not isinstance(refusals, Mapping):
+        return ()
+    return tuple(
+        Reason(
+            code=clip(str(code), 100),
+            count=refused.get("count"),
+            detail=clip(str(refused.get("detail") or ""), 600),
+            examples=tuple(clip(str(each), 160) for each in (refused.get("examples") or ())[:_MOST_EXAMPLES]),
+        )
+        for code, refused in list(refusals.items())[:_MOST_REASONS]
+        if isinstance(refused, Mapping)
+    )
+
+
+def _cuts(cuts: Mapping[str, int]) -> tuple[Reason, ...]:
+    return tuple(Reason(code=clip(str(code), 100), count=count, detail="") for code, count in list(cuts.items())[:40])
+
+
+@dataclass(frozen=True)
+class SettingsSection:
+    """One section of the resolved run file, in the file's order."""
+
+    name: str
+    settings: Facts
+
+
+def settings_sections(config: Mapping[str, Any] | None) -> list[SettingsSection]:
+    """Return run.json as sections; values at the top level come first, under no name."""
+    values = config or {}
+    top = [(name, plain(value)) for name, value in values.items() if not isinstance(value, Mapping)]
+    sections = [SettingsSection("", top)] if top else []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            sections.append(SettingsSection(name, [(field, plain(each)) for field, each in value.items()]))
+    return sections
+
+
+def facts(part: BaseModel) -> Facts:
+    """Return the fields of an evidence part that hold something, with their names in words."""
+    return [(_words(name), plain(value)) for name, value in part.model_dump().items() if value not in (None, (), {})]
+
+
+def identity_facts(identity: ModelIdentity | DatasetIdentity) -> Facts:
+    """Return what names a model or a data set; a hash that should be there and is not is said to be missing."""
+    lines: Facts = []
+    for name, value in identity.model_dump().items():
+        must_be_there = name in {"content_hash", "train_ids_hash", "resolution_source"}
+        lines.append((_words(name), NOT_RECORDED if value is None and must_be_there else plain(value)))
+    return lines
+
+
+def hardware_facts(hardware: Hardware) -> Facts:
+    """Return the machine in lines, each card apart."""
+    lines = facts(hardware.model_copy(update={"gpus": (), "memory_bytes": None}))
+    if hardware.memory_bytes is not None:
+        lines.append(("memory", size(hardware.memory_bytes)))
+    return lines + [(f"GPU {number}", _card(gpu)) for number, gpu in enumerate(hardware.gpus)]
+
+
+def technique_facts(techniques: Techniques) -> Facts:
+    """Return what ran to save memory or time, and what was asked for where that differs."""
+    lines: Facts = []
+    if (attention := techniques.attention) is not None:
+        reason = f": {clip(attention.reason, 600)}" if attention.reason else ""
+        lines.append(("attention", f"{attention.effective} (asked for: {attention.requested}){reason}"))
+    if (quantization := techniques.quantization) is not None:
+        held = f"{integer(quantization.quantized_modules)} modules, {size(quantization.quantized_bytes)}"
+        lines.append(("held in 4 bits", "nothing" if not quantization.quantized_modules else held))
+    if (packing := techniques.packing) is not None:
+        mean = "" if packing.mean_samples_per_row is None else f", {packing.mean_samples_per_row:.2f} samples a row"
+        lines.append(("packing", f"{integer(packing.rows)} rows, {integer(packing.row_tokens)} tokens{mean}"))
+    shown = {"attention": None, "quantization": None, "packing": None}
+    return lines + facts(techniques.model_copy(update=shown))
+
+
+def mechanism_facts(metrics: MechanismMetrics) -> Facts:
+    """Return the measured facts that no other section shows."""
+    lines: Facts = []
+    for name, value in metrics.model_dump().items():
+        if value is None or name in _MEMORY_FIELDS:
+            continue
+        if name == "trainable_share":
+            lines.append(("trainable share", share(value)))
+        else:
+            lines.append((_words(name), plain(value) if isinstance(value, bool) else integer(value)))
+    return lines
+
+
+def _card(gpu: Gpu) -> str:
+    details = [size(gpu.memory_bytes), f"capability {gpu.capability}" if gpu.capability else "", gpu.driver or ""]
+    return ", ".join([gpu.name, *filter(None, details)])
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
