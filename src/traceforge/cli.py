@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 from traceforge import __version__
 from traceforge.errors import TraceForgeError, UsageError
@@ -18,8 +21,19 @@ if TYPE_CHECKING:
     from traceforge.training.run import RunOutcome
     from traceforge.trajectories.manifest import IngestSummary
 
+_VERBS = ("demo", "ingest", "build", "inspect", "train", "evaluate", "report", "version")
+
+
+class _VerbsInOrder(typer.core.TyperGroup):
+    """Lists the commands in the order in which a user needs them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=_VERBS.index)
+
+
 app = typer.Typer(
     name="traceforge",
+    cls=_VerbsInOrder,
     help="Agent logs in, a LoRA adapter with evidence and a report out.",
     epilog="Exit codes: 0 done; 1 a named failure; 2 wrong usage, config or input; 3 a gate failed or two ways of "
     "computing disagree; 130/143 interrupted, state saved. Start with `traceforge demo`.",
@@ -92,15 +106,21 @@ def build_sft(
 
 @app.command()
 def inspect(  # noqa: PLR0913 - one parameter per option
-    dataset: Annotated[str, typer.Argument(help="A folder made by `build`, a file of rows, or a hub id.")],
+    dataset: Annotated[
+        str, typer.Argument(metavar="DATASET", help="A folder made by `build`, a file of rows, or a hub id.")
+    ],
     model: Annotated[
-        str | None, typer.Option("--model", help="Folder or hub id whose tokenizer and template count.")
+        str | None,
+        typer.Option("--model", metavar="MODEL", help="Folder or hub id whose tokenizer and template count."),
     ] = None,
     run_file: Annotated[
-        Path | None, typer.Option("--config", metavar="RUN.toml", help="Take [data] and [model] from this run file.")
+        Path | None,
+        typer.Option("--config", metavar="RUN.toml", help="Take data and model settings from this run file."),
     ] = None,
     overrides: Overrides = None,
-    sample: Annotated[str | None, typer.Option("--sample", help="Show this sample whole: its number or id.")] = None,
+    sample: Annotated[
+        str | None, typer.Option("--sample", metavar="K", help="Show this sample whole: its number or id.")
+    ] = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Print only the sample's text, as the model sees it.")] = False,
     as_json: Json = False,
@@ -203,6 +223,7 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character must not end a run
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    _quieten_libraries()
     try:
         result = app(standalone_mode=False)
         code = result if isinstance(result, int) else 0
@@ -224,6 +245,13 @@ def main() -> NoReturn:
             _show(error)
             code = 1
     sys.exit(code)
+
+
+def _quieten_libraries() -> None:
+    """Keep what libraries say to their developers off the screen: deprecations, and kernels that are not installed."""
+    warnings.simplefilter("ignore", FutureWarning)
+    warnings.simplefilter("ignore", DeprecationWarning)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def _show(error: Exception) -> None:

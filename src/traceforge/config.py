@@ -10,7 +10,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -282,12 +282,12 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         target = target.setdefault(key, {})
         if not isinstance(target, dict):
             raise ConfigError(f"--set {override!r}: {'.'.join(keys[:depth])} is not a section")
-    target[keys[-1]] = _parse_value(text.strip())
+    target[keys[-1]] = _parse_value(text.strip(), keys)
 
 
-def _parse_value(text: str) -> Any:
-    """Read a value as TOML; a bare word is a string, `none` unsets."""
-    if text.lower() in {"none", "null"}:
+def _parse_value(text: str, keys: Sequence[str]) -> Any:
+    """Read a value as TOML; a bare word is a string, `none` unsets a setting unless it is one of its values."""
+    if text.lower() in {"none", "null"} and text not in get_args(_annotation(keys)):
         return None
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -311,8 +311,14 @@ def _explain(problem: Any) -> str:
 
 
 def _known_names(keys: Sequence[str]) -> list[str]:
+    model = _annotation(keys)
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def _annotation(keys: Sequence[str]) -> Any:
+    """Return the type of the setting or section called `keys`, or None if there is none."""
     model: Any = RunConfig
     for key in keys:
         field = model.model_fields.get(key) if isinstance(model, type) and issubclass(model, BaseModel) else None
         model = field.annotation if field is not None else None
-    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+    return model

@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from tests.equivalence.test_rows_against_plain_samples import assert_same_update
 from tests.tiny_models import tiny_language_model
-from traceforge.models import attention, language_model
+
+from traceforge.models import attention, kernels, language_model
 from traceforge.samples import prefix_tree
 from traceforge.samples.rows import Path, Piece, attention_pieces
 from traceforge.samples.tokens import Sample
@@ -222,12 +222,12 @@ def test_planted_parts_merged_without_their_log_sum_exp_are_seen(monkeypatch):
 def test_planted_a_backward_with_the_log_sum_exp_of_one_part_is_seen(monkeypatch):
     """The loss stays right and only the gradient is wrong."""
     model = tiny_language_model("llama")
-    real = attention.kernel_for(torch.device("cpu"), torch.float32)
+    real = kernels.CpuFlash
 
-    class OwnPart(type(real)):
+    class OwnPart(real):
         def backward(self, grad, inputs, output, logsumexp, *, causal, scale):
             own = self.forward(*inputs, causal=causal, scale=scale)[1]
             return super().backward(grad, inputs, output, own, causal=causal, scale=scale)
 
-    monkeypatch.setattr(attention, "kernel_for", lambda device, dtype: OwnPart())
+    monkeypatch.setattr(kernels, "_CPU_FLASH", OwnPart())
     assert_update_differs(model)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from traceforge.models import block_sparse
-from traceforge.models.kernels import Kernel, kernel_for
+from traceforge.models.kernels import Task, assign_kernels
 from traceforge.samples.rows import Piece, Row, attention_pieces
 
 NAME = "traceforge_tree"
@@ -36,15 +36,19 @@ _FORKS_FOR_BLOCK_SPARSE = 8
 class RowLayout:
     """How a row is attended to: as rectangles, or by a block mask where there is one."""
 
-    pieces: tuple[Piece, ...]
+    tasks: tuple[Task, ...]
     block_mask: Any = None
 
+    def kernels(self) -> set[str]:
+        """Return the names of the kernels that run it."""
+        return {task.kernel.name for task in self.tasks} if self.block_mask is None else {block_sparse.NAME}
 
-def layout_of(row: Row, device: torch.device, dtype: torch.dtype) -> RowLayout:
+
+def layout_of(row: Row, device: torch.device, dtype: torch.dtype, head_size: int) -> RowLayout:
     """Return how `row` runs on a device in a dtype."""
     if runs_block_sparse(row, device, dtype):
         return RowLayout((), block_sparse.block_mask(row, device))
-    return RowLayout(attention_pieces(row.paths))
+    return RowLayout(assign_kernels(attention_pieces(row.paths), device, dtype, head_size))
 
 
 def runs_block_sparse(row: Row, device: torch.device, dtype: torch.dtype) -> bool:
@@ -80,23 +84,20 @@ def tree_attention(
     if layout.block_mask is not None:
         output_1HTK = block_sparse.block_sparse_attention(query_1HTK, key_1GTK, value_1GTK, layout.block_mask, scale)
         return output_1HTK.transpose(1, 2), None
-    kernel = kernel_for(query_1HTK.device, query_1HTK.dtype)
-    output_1HTK = _MergedPieces.apply(query_1HTK, key_1GTK, value_1GTK, layout.pieces, scale, kernel)
+    output_1HTK = _MergedPieces.apply(query_1HTK, key_1GTK, value_1GTK, layout.tasks, scale)
     return output_1HTK.transpose(1, 2), None
 
 
 class _MergedPieces(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: tuple[Piece, ...], scale: float, kernel: Kernel
-    ) -> Tensor:
-        if len(pieces) == 1:
-            output, logsumexp = kernel.forward(query, key, value, causal=True, scale=scale)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tasks: tuple[Task, ...], scale: float) -> Tensor:
+        if len(tasks) == 1:
+            output, logsumexp = tasks[0].kernel.forward(query, key, value, causal=True, scale=scale)
         else:
             wide = torch.promote_types(query.dtype, torch.float32)
             merged = torch.empty_like(query, dtype=wide)
             logsumexp = torch.empty(query.shape[:-1], dtype=wide, device=query.device)
-            for piece in pieces:
+            for piece, kernel in tasks:
                 queries, keys = _ranges(piece)
                 part, part_lse = kernel.forward(
                     query[:, :, queries], key[:, :, keys], value[:, :, keys], causal=piece.causal, scale=scale
@@ -107,19 +108,19 @@ class _MergedPieces(torch.autograd.Function):
                     _merge(merged[:, :, queries], logsumexp[:, :, queries], part, part_lse)
             output = merged.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, logsumexp)
-        ctx.pieces, ctx.scale, ctx.kernel = pieces, scale, kernel
+        ctx.tasks, ctx.scale = tasks, scale
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp = ctx.saved_tensors
-        pieces, scale, kernel = ctx.pieces, ctx.scale, ctx.kernel
-        if len(pieces) == 1:
-            found = kernel.backward(grad, (query, key, value), output, logsumexp, causal=True, scale=scale)
-            return (*found, None, None, None)
+        tasks, scale = ctx.tasks, ctx.scale
+        if len(tasks) == 1:
+            found = tasks[0].kernel.backward(grad, (query, key, value), output, logsumexp, causal=True, scale=scale)
+            return (*found, None, None)
         wide = torch.promote_types(query.dtype, torch.float32)
         d_query, d_key, d_value = (torch.zeros_like(each, dtype=wide) for each in (query, key, value))
-        for piece in pieces:
+        for piece, kernel in tasks:
             queries, keys = _ranges(piece)
             part = kernel.backward(
                 grad[:, :, queries],
@@ -132,7 +133,7 @@ class _MergedPieces(torch.autograd.Function):
             d_query[:, :, queries] += part[0]
             d_key[:, :, keys] += part[1]
             d_value[:, :, keys] += part[2]
-        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None
 
 
 def _ranges(piece: Piece) -> tuple[slice, slice]:

@@ -18,9 +18,8 @@ from traceforge.config import RunConfig
 from traceforge.errors import DisagreementError, ModelError
 from traceforge.memory.recompute import recompute_layers
 from traceforge.memory.token_logprobs import Head, token_logprobs
-from traceforge.models import attention, block_sparse
+from traceforge.models import attention
 from traceforge.models.adapters import add_adapter
-from traceforge.models.kernels import kernel_for
 from traceforge.models.load import ModelLocation, load_base
 from traceforge.samples.prefix_tree import build_rows
 from traceforge.samples.rows import Row
@@ -77,7 +76,7 @@ class LanguageModel:
         """Return the layout and the kernel that really run, for the evidence."""
         if self.layout == "plain":
             return f"plain ({self.base.config._attn_implementation})"
-        return f"{self.layout} ({', '.join(sorted(self.kernels_run)) or self._kernel_name()})"
+        return f"{self.layout} ({', '.join(sorted(self.kernels_run))})"
 
     def row_logprobs(self, row: Row) -> tuple[Tensor, Tensor]:
         """Return log-probability [N] and weight [N] of the row's trained tokens, in row order.
@@ -123,12 +122,11 @@ class LanguageModel:
         return hidden_TD
 
     def _layout_of(self, row: Row) -> attention.RowLayout:
-        layout = attention.layout_of(row, self.device, self.dtype)
-        self.kernels_run.add(block_sparse.NAME if layout.block_mask is not None else self._kernel_name())
+        config = self.base.config
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        layout = attention.layout_of(row, self.device, self.dtype, head_size)
+        self.kernels_run |= layout.kernels()
         return layout
-
-    def _kernel_name(self) -> str:
-        return kernel_for(self.device, self.dtype).name
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.as_tensor(array, device=self.device)

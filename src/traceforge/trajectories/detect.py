@@ -18,6 +18,7 @@ READERS: tuple[Reader, ...] = (mini_swe_agent.READER, chat.READER)
 SideFile = Literal["swe-bench-labels", "swe-bench-predictions", "traceforge-output"]
 
 _NUM_ITEMS_LOOKED_AT = 20
+_PREDICTION_KEYS = frozenset(("instance_id", "model_patch", "model_name_or_path"))
 
 
 def recognise(value: Any) -> Reader | SideFile | None:
@@ -54,6 +55,9 @@ def _is_own_output(value: dict[str, Any]) -> bool:
 
 
 def _is_predictions(value: dict[str, Any]) -> bool:
-    if "model_patch" in value and "instance_id" in value:
-        return True
-    return bool(value) and all(isinstance(each, dict) and "model_patch" in each for each in value.values())
+    return _is_prediction(value) or (bool(value) and all(_is_prediction(each) for each in value.values()))
+
+
+def _is_prediction(value: Any) -> bool:
+    # Nothing else may be in it: rollouts hold their patch under the same name, beside the conversation.
+    return isinstance(value, dict) and "model_patch" in value and value.keys() <= _PREDICTION_KEYS

@@ -21,7 +21,7 @@ from typing import Any
 
 from traceforge.trajectories.record import Outcome
 
-_REPORT_KEYS = frozenset(("patch_is_None", "patch_exists", "patch_successfully_applied", "tests_status"))
+_REPORT_KEYS = frozenset(("patch_is_None", "patch_successfully_applied", "tests_status"))
 _EVALUATION_FAULTS = ("error_eval", "test_timeout", "eval_timed_out")
 _CLEAN_EXITS = ("submitted", "limitsexceeded", "timeexceeded", "repeatedformaterror")
 _SUFFIXES = (".report.json", ".json")
@@ -150,15 +150,15 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """A trajectory that a label named. `number` is None where the label did not decide its outcome."""
+    """A trajectory whose outcome a label decided."""
 
-    number: int | None
+    number: int
     file: str
     label: Label
-    reward: float | None = None
+    reward: float | None
 
     def unlabelled(self, reason: str) -> Outcome:
-        return Outcome(reward=self.reward, source=self.label.file, reason=reason)
+        return _unlabelled(self.label, self.reward, reason)
 
     def num_shared_folders(self) -> int:
         return _num_shared(self.label.folder, folder_of(self.file))
@@ -197,7 +197,7 @@ class Labels:
         self._labels: defaultdict[str, list[Label]] = defaultdict(list)
         for label in labels:
             self._labels[label.verdict.instance_id].append(label)
-        self._uses: defaultdict[str, list[_Use]] = defaultdict(list)
+        self._uses: defaultdict[tuple[str, str], list[_Use]] = defaultdict(list)
         self._matched: set[tuple[str, str]] = set()
         self._counts: Counter[str] = Counter()
         self._without = 0
@@ -219,33 +219,28 @@ class Labels:
         self._matched.update((name, each.file) for each in nearest)
         if own.resolved is not None:
             self._counts["disagree_with_log"] += known not in ({None}, {own.resolved})
-            self._uses[name].append(_Use(None, subject.file, label))
             return own
         if len(known) > 1:
             self._counts["contradictory"] += 1
-            use = _Use(None, subject.file, label, own.reward)
-            self._uses[name].append(use)
-            return use.unlabelled("contradictory_labels")
-        self._uses[name].append(_Use(subject.number, subject.file, label, own.reward))
+            return _unlabelled(label, own.reward, "contradictory_labels")
+        self._uses[name, label.file].append(_Use(subject.number, subject.file, label, own.reward))
         return _judged(label, subject.exit_status, own.reward)
 
     def corrections(self) -> dict[int, Outcome]:
         """Return new outcomes, by number, for trajectories whose label proved to be about another run."""
         corrected: dict[int, Outcome] = {}
         for uses in self._uses.values():
-            by_label_file: defaultdict[str, list[_Use]] = defaultdict(list)
-            for use in uses:
-                if use.number is not None:
-                    by_label_file[use.label.file].append(use)
-            for same_label in by_label_file.values():
-                if len(same_label) > 1:
-                    corrected.update(self._settle(same_label))
+            if len(uses) > 1:
+                corrected.update(self._settle(uses))
         return corrected
 
     def _settle(self, uses: list[_Use]) -> dict[int, Outcome]:
-        best = max(use.num_shared_folders() for use in uses)
-        near = [use for use in uses if use.num_shared_folders() == best]
-        refuted = {use.number: use.unlabelled("label_of_another_run") for use in uses if use not in near}
+        shared = [use.num_shared_folders() for use in uses]
+        best = max(shared)
+        near = [use for use, each in zip(uses, shared, strict=True) if each == best]
+        refuted = {use.number: use.unlabelled("label_of_another_run") for use in uses}
+        for use in near:
+            del refuted[use.number]
         files = [use.file for use in near]
         # Two runs in two folders, or two rows of one file, cannot both be what was evaluated. Two files of one folder
         # may be one run in two forms.
@@ -254,7 +249,7 @@ class Labels:
             refuted |= {use.number: use.unlabelled("ambiguous_label") for use in near}
         elif len(near) > 1:
             self._counts["shared"] += 1
-        return {number: outcome for number, outcome in refuted.items() if number is not None}
+        return refuted
 
     def counts(self) -> LabelCounts:
         """Return the counts; call it after `corrections`."""
@@ -276,6 +271,10 @@ class Labels:
 def _num_shared(first: tuple[str, ...], second: tuple[str, ...]) -> int:
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
     return sum(1 for _ in pairs)
+
+
+def _unlabelled(label: Label, reward: float | None, reason: str) -> Outcome:
+    return Outcome(reward=reward, source=label.file, reason=reason)
 
 
 def _judged(label: Label, exit_status: str | None, reward: float | None) -> Outcome:

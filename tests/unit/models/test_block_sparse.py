@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from traceforge.models import attention, block_sparse
-from traceforge.models.kernels import kernel_for
+from traceforge.models.kernels import assign_kernels
 from traceforge.samples.prefix_tree import build_rows
 from traceforge.samples.rows import attention_pieces
 from traceforge.samples.tokens import Sample
@@ -52,8 +52,8 @@ def test_its_forward_equals_the_merged_rectangles(monkeypatch):
     query, key, value = (torch.randn(1, heads, row.num_tokens, 16, generator=generator) for heads in (4, 2, 2))
     mask = block_sparse.block_mask(row, torch.device("cpu"))
     found = block_sparse.block_sparse_attention(query, key, value, mask, 0.25)
-    kernel = kernel_for(torch.device("cpu"), torch.float32)
-    wanted = attention._MergedPieces.apply(query, key, value, attention_pieces(row.paths), 0.25, kernel)
+    tasks = assign_kernels(attention_pieces(row.paths), torch.device("cpu"), torch.float32, 16)
+    wanted = attention._MergedPieces.apply(query, key, value, tasks, 0.25)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -64,3 +64,32 @@ def test_only_rows_with_many_forks_on_cuda_in_16_bits_take_it():
     assert not attention.runs_block_sparse(few, cuda, torch.bfloat16)
     assert not attention.runs_block_sparse(many, cuda, torch.float32)
     assert not attention.runs_block_sparse(many, torch.device("cpu"), torch.bfloat16)
+
+
+def test_rectangles_cut_for_cudnn_cover_the_same_pairs_and_start_with_the_causal_part(monkeypatch):
+    from traceforge.models import kernels
+
+    monkeypatch.setattr(kernels, "cudnn_works", lambda *arguments: True)
+    monkeypatch.setattr(kernels, "_KEY_BUCKET", 16)
+    monkeypatch.setattr(kernels, "_QUERY_BUCKET", 8)
+    for turns in (1, 2, 7):
+        row = forked_row(turns)
+        pieces = attention_pieces(row.paths)
+        tasks = kernels.assign_kernels(pieces, torch.device("cuda"), torch.bfloat16, 64)
+        assert {task.kernel.name for task in tasks} == {"cudnn", "cuda_flash"}
+        counts = []
+        for rectangles in (pieces, [task.piece for task in tasks]):
+            seen = np.zeros((row.num_tokens, row.num_tokens), dtype=int)
+            written = np.zeros(row.num_tokens, dtype=bool)
+            for piece in rectangles:
+                queries, keys = slice(piece.query_start, piece.query_stop), slice(piece.key_start, piece.key_stop)
+                shape = (piece.query_stop - piece.query_start, piece.key_stop - piece.key_start)
+                seen[queries, keys] += np.tril(np.ones(shape, dtype=int)) if piece.causal else 1
+                if piece.causal:
+                    assert not written[queries].any()
+                    written[queries] = True
+                else:
+                    assert written[queries].all()
+            counts.append(seen)
+        assert np.array_equal(*counts)
+        assert counts[0].max() == 1

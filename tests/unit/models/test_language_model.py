@@ -40,10 +40,13 @@ def test_a_model_that_leaks_between_samples_is_not_admitted(monkeypatch):
     real = attention.tree_attention
 
     def leaking(module, query, key, value, mask, **keywords):
+        from traceforge.models.kernels import CpuFlash, Task
         from traceforge.samples.rows import Piece
 
         length = query.shape[2]
-        keywords[attention.LAYOUT_KEYWORD] = attention.RowLayout((Piece(0, length, 0, length, causal=True),))
+        keywords[attention.LAYOUT_KEYWORD] = attention.RowLayout(
+            (Task(Piece(0, length, 0, length, causal=True), CpuFlash()),)
+        )
         return real(module, query, key, value, mask, **keywords)
 
     monkeypatch.setattr(attention, "tree_attention", leaking)

@@ -37,6 +37,9 @@ _READ_KEYS = frozenset(
 # Files that hold `messages` beside what is not the conversation alone: requests with a reply, other agents' sessions.
 _FOREIGN_KEYS = ("response", "sessionId", "nodes", "chosen", "rejected", "completion")
 
+# A row that says whether its answer is wanted at all is half a preference; read as a chat it would teach the unwanted.
+_VERDICT_KEYS = ("label", "kto_tag")
+
 # `owner__repository-number` and what a data set hangs on it to tell runs of one instance apart.
 _SWE_BENCH_RUN = re.compile(r"(?P<task>[\w.-]+__[\w.-]+-\d+)_\d+")
 _LARGEST_ID = 10**30
@@ -48,6 +51,8 @@ def matches(value: Any) -> bool:
     if isinstance(value, list):
         return is_message_list(value)
     if not isinstance(value, dict) or any(value.get(key) is not None for key in _FOREIGN_KEYS):
+        return False
+    if any(isinstance(value.get(key), bool) for key in _VERDICT_KEYS):
         return False
     messages = value.get("messages")
     return isinstance(messages, str) or messages == [] or (isinstance(messages, list) and is_message_list(messages))
