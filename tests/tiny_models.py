@@ -145,8 +145,3 @@ def reference_gradients(
         model.model.zero_grad(set_to_none=True)
         model.base.set_attn_implementation(name)
     return float(loss.detach()), found
-
-
-def relative_l2(found: Tensor, wanted: Tensor) -> float:
-    """Return |found - wanted| / |wanted|."""
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))

@@ -21,7 +21,13 @@ from traceforge.samples.hub_rows import is_hub_id
 from traceforge.samples.render import default_system_prompt
 from traceforge.samples.sources import LoadedSource, SourceLoader
 from traceforge.samples.split import held_out_tasks
-from traceforge.samples.statistics import DatasetStatistics, SourceStatistics, describe_samples, merge_refusals
+from traceforge.samples.statistics import (
+    DatasetStatistics,
+    SourceStatistics,
+    describe_samples,
+    describe_trees,
+    merge_refusals,
+)
 from traceforge.samples.tokens import Sample
 
 
@@ -209,6 +215,7 @@ def _describe(
         evaluation_ids_hash=evaluation_statistics.ids_hash if evaluation_statistics else None,
         train=train_statistics,
         evaluation=evaluation_statistics,
+        train_trees=describe_trees([_grouped(part, settings) for part in train], group=settings.group),
         sources=tuple(kept),
         refusals=merge_refusals(source.refusals for source in distinct),
         default_system_prompt=default_prompt,

@@ -1,4 +1,4 @@
-"""`traceforge inspect`: what a model would see of a data set, in numbers and in one sample's own text.
+"""`traceforge inspect`: what a model would see of a data set: numbers, prefix trees, and one sample's own text.
 
 Here     What is shown. How, on a terminal, in a pipe and as a page: `inspection_views.py`.
 """
@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from traceforge.config import DataSettings, DataSource, load_run_file, parse_run
+from traceforge.config import DataSettings, DataSource, RunConfig, load_run_file, parse_run
 from traceforge.errors import InputError
 from traceforge.samples.dataset import load_samples
+from traceforge.samples.fork_causes import explain_forks
 from traceforge.samples.inspection_views import print_inspection, raw_text, write_inspection_html
 from traceforge.samples.mask_view import Segment, mask_segments
+from traceforge.samples.model_shape import read_model_shape
+from traceforge.samples.references import open_built
 from traceforge.samples.statistics import DatasetStatistics
 from traceforge.samples.tokenizer import load_tokenizer
-from traceforge.samples.tokens import Sample
+from traceforge.samples.tokens import IntArray, Sample
+from traceforge.samples.tree_report import TreeReport, grouped, report_trees
+from traceforge.trajectories.record import Trajectory
 
 HISTOGRAM_BINS = 10
 
@@ -50,8 +55,10 @@ class Inspection:
         settings: the settings that decided lengths and masks.
         statistics: the numbers of the whole set.
         histogram: `(from, to, samples)` per bin of sample lengths in tokens, both ends included.
+        trees: what its prefix trees save and why sharing breaks; of the trajectory of `sample`, the tree itself.
         sample: the sample that is shown.
         whole_text: show all of the sample; else the terminal leaves out the middle of long context.
+        notes: why a run with these settings computes something else than `trees` says.
     """
 
     path: str
@@ -59,17 +66,20 @@ class Inspection:
     settings: DataSettings
     statistics: DatasetStatistics
     histogram: tuple[tuple[int, int, int], ...]
+    trees: TreeReport
     sample: SampleView
     whole_text: bool
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON values: statistics, histogram and the sample with its runs."""
+        """Return JSON values: statistics, histogram, trees and the sample with its runs."""
         return {
             "path": self.path,
             "model": self.model,
             "settings": self.settings.model_dump(mode="json"),
             "statistics": self.statistics.as_dict(),
             "histogram": [{"from": low, "to": high, "samples": count} for low, high, count in self.histogram],
+            "trees": {**self.trees.as_dict(), "notes": list(self.notes)},
             "sample": {
                 "index": self.sample.index,
                 "sample_id": self.sample.sample_id,
@@ -117,7 +127,9 @@ def run_inspect(  # noqa: PLR0913 - one parameter per option of the command
         template_file=config.model.template_file,
         revision=config.model.revision if config.model.name_or_path == model else None,
         sample=sample,
+        tokens_per_row=config.tokens_per_row,
     )
+    inspection = replace(inspection, notes=_notes(config))
     if html is not None:
         write_inspection_html(inspection, html)
         sys.stderr.write(f"page: {html}\n")
@@ -129,7 +141,7 @@ def run_inspect(  # noqa: PLR0913 - one parameter per option of the command
         print_inspection(inspection, Console())
 
 
-def inspect_dataset(
+def inspect_dataset(  # noqa: PLR0913 - what a run file would say, field by field
     path: str | Path,
     *,
     model: str,
@@ -138,8 +150,9 @@ def inspect_dataset(
     template_file: Path | None = None,
     revision: str | None = None,
     sample: int | str | None = None,
+    tokens_per_row: int | None = None,
 ) -> Inspection:
-    """Return the numbers of a data set under a model's tokenizer, and one sample of it.
+    """Return the numbers of a data set under a model's tokenizer, its prefix trees, and one sample of it.
 
     The whole data set is inspected: whatever `settings` says about training sources and held-out parts is set aside.
 
@@ -151,6 +164,7 @@ def inspect_dataset(
         template_file: a chat template instead of the model's own.
         revision: hub models only.
         sample: index or id of the sample to show whole; None shows the first, with long context left out.
+        tokens_per_row: longest row; None is the default of a run, twice `settings.max_tokens`.
 
     Raises:
         InputError: the data set cannot be read, every sample is refused, or there is no such sample.
@@ -163,12 +177,25 @@ def inspect_dataset(
     samples = sets.train[0].samples
     index = _find(samples, 0 if sample is None else sample, str(path))
     chosen = samples[index]
+    groups = grouped(replace(one, group_id=_trajectory_id(one, path)) for one in samples)
+
+    def decode(token_ids: IntArray) -> str:
+        text: str = tokenizer.decode(token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
     return Inspection(
         path=str(path),
         model=model,
         settings=settings,
         statistics=sets.statistics,
         histogram=length_histogram([one.num_tokens for one in samples]),
+        trees=report_trees(
+            groups,
+            explain_forks(groups, _trajectories(path, groups), decode, transcript=settings.rendering == "transcript"),
+            tokens_per_row=tokens_per_row or 2 * settings.max_tokens,
+            drawn=_trajectory_id(chosen, path),
+            shape=read_model_shape(model, revision=revision),
+        ),
         sample=SampleView(
             index=index,
             sample_id=chosen.sample_id,
@@ -191,6 +218,30 @@ def length_histogram(lengths: Sequence[int]) -> tuple[tuple[int, int, int], ...]
         (low + number * width, min(high, low + (number + 1) * width - 1), int(count))
         for number, count in enumerate(counts)
     )
+
+
+def _trajectory_id(sample: Sample, path: str | Path) -> str:
+    """Return the trajectory of a turn, also where `data.group` keeps turns apart; a row is one of its own."""
+    return sample.sample_id.rpartition("#")[0] if Path(path).is_dir() else sample.sample_id
+
+
+def _trajectories(path: str | Path, groups: Mapping[str, Sequence[Sample]]) -> Iterator[Trajectory]:
+    """Yield the records of a built folder if any has two samples; rows of a file have no records."""
+    if any(len(members) > 1 for members in groups.values()):
+        for trajectory, _ in open_built(Path(path)).trajectories():
+            yield trajectory
+
+
+def _notes(config: RunConfig) -> tuple[str, ...]:
+    """Return why a run of these settings does not compute the trees of its trajectories."""
+    notes = []
+    if config.data.group == "none":
+        notes.append('data.group = "none": an update holds turns of any trajectories, which share less')
+    if config.adapter.dropout:
+        notes.append(f"adapter.dropout = {config.adapter.dropout}: samples cannot share computation")
+    if config.model.attention in {"plain", "packed"}:
+        notes.append(f'model.attention = "{config.model.attention}": samples run apart')
+    return tuple(notes)
 
 
 def _find(samples: Sequence[Sample], wanted: int | str, path: str) -> int:

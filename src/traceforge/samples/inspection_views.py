@@ -20,6 +20,15 @@ from rich.console import Console
 from rich.text import Text
 
 from traceforge.errors import StorageError
+from traceforge.samples.tree_views import (
+    cause_line,
+    example_parts,
+    factor,
+    picture,
+    tree_heading,
+    tree_lines,
+    tree_summary,
+)
 
 if TYPE_CHECKING:
     from traceforge.samples.inspection import Inspection
@@ -53,6 +62,10 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
     for low, high, count in inspection.histogram:
         bar = "█" * max(1 if count else 0, round(40 * count / widest))
         console.print(Text(f"{low:>9,} … {high:<9,} {count:>6,} {bar}"), soft_wrap=True)
+    trees = tree_lines(inspection.trees)
+    if trees:
+        console.print()
+        console.print(Text(visible("\n".join(trees))), soft_wrap=True)
     coloured = console.is_terminal and not console.no_color
     legend = "green and bold" if coloured else "between ⟦ and ⟧"
     view = inspection.sample
@@ -78,6 +91,8 @@ def write_inspection_html(inspection: Inspection, path: Path) -> None:
         lstrip_blocks=True,
     )
     environment.filters["visible"] = visible
+    for write in (cause_line, example_parts, factor, picture, tree_heading):
+        environment.filters[write.__name__] = write
     page = environment.get_template("inspection.html.j2").render(
         inspection=inspection,
         summary=summary_lines(inspection),
@@ -118,6 +133,8 @@ def summary_lines(inspection: Inspection) -> list[tuple[str, str]]:
         ),
         ("trained", f"{numbers.trained_tokens:,} tokens, {numbers.trained_share:.1%}"),
         ("repeated prefixes", f"{numbers.repeated_prefix_share:.1%} of all tokens repeat an earlier turn's history"),
+        *tree_summary(inspection.trees),
+        *(("  but", note) for note in inspection.notes),
         ("refused", _counted(refused)),
         ("cut", _counted(numbers.cuts)),
     ]

@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,11 +53,28 @@ def build_rows(samples: Sequence[Sample], *, tokens_per_row: int, share: bool = 
     return [_lay_out(members, share) for members in _fill_rows(ordered, shared, tokens_per_row)]
 
 
-def tree_tokens(samples: Sequence[Sample]) -> int:
-    """Return how many tokens the prefix tree of `samples` holds if it is not split."""
+class TreeSize(NamedTuple):
+    """The prefix trees of some samples if they are not split. `forks` are paths that continue from another one."""
+
+    tokens: int
+    trees: int
+    forks: int
+
+
+def tree_size(samples: Sequence[Sample]) -> TreeSize:
+    """Return the size of the prefix trees of `samples` without building them."""
     ordered = sorted(samples, key=lambda sample: token_key(sample.token_ids_S))
     shared = _shared_with_previous(ordered, share=True)
-    return sum(sample.num_tokens - known for sample, known in zip(ordered, shared, strict=True))
+    tokens = sum(sample.num_tokens - known for sample, known in zip(ordered, shared, strict=True))
+    trees = sum(known == 0 for known in shared)
+    # In sorted order a sample is a leaf unless the next one goes on from it (or equals it); each leaf ends a path.
+    leaves = sum(known < sample.num_tokens for sample, known in zip(ordered, [*shared[1:], 0], strict=False))
+    return TreeSize(tokens, trees, leaves - trees)
+
+
+def tree_tokens(samples: Sequence[Sample]) -> int:
+    """Return how many tokens the prefix tree of `samples` holds if it is not split."""
+    return tree_size(samples).tokens
 
 
 def token_key(token_ids_S: IntArray) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from traceforge.samples.prefix_tree import token_key, tree_tokens
+from traceforge.samples.prefix_tree import TreeSize, token_key, tree_size
 from traceforge.samples.tokens import Sample
 
 EXAMPLE_IDS = 20
@@ -51,6 +51,20 @@ class SetStatistics(msgspec.Struct, frozen=True, kw_only=True):
     cut_samples: int
     ids_hash: str
     identical_in_train: int = 0
+
+
+class TreeStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """A training set one by one and as prefix trees, one per group of `data.group`, none of them split.
+
+    A prediction: an update may hold several groups, whose common beginnings are shared too, and a long tree may be
+    split. What a run computed is `techniques.packing` of its evidence.
+    """
+
+    group: str
+    sample_tokens: int
+    tree_tokens: int
+    trees: int
+    forks: int
 
 
 class SourceStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +106,7 @@ class DatasetStatistics(msgspec.Struct, frozen=True, kw_only=True):
     evaluation_ids_hash: str | None
     train: SetStatistics
     evaluation: SetStatistics | None
+    train_trees: TreeStatistics
     sources: tuple[SourceStatistics, ...]
     refusals: dict[str, RefusalCount]
     default_system_prompt: str | None
@@ -138,12 +153,28 @@ def describe_samples(parts: Sequence[Sequence[Sample]], *, train: Sequence[Sampl
     )
 
 
+def describe_trees(parts: Sequence[Sequence[Sample]], *, group: str) -> TreeStatistics:
+    """Return the prefix trees of a set whose groups are as the run draws them; `group` names how that is."""
+    sizes = [size for part in parts for size in _group_sizes(part)]
+    return TreeStatistics(
+        group=group,
+        sample_tokens=sum(sample.num_tokens for part in parts for sample in part),
+        tree_tokens=sum(size.tokens for size in sizes),
+        trees=sum(size.trees for size in sizes),
+        forks=sum(size.forks for size in sizes),
+    )
+
+
 def prefix_tree_tokens(samples: Sequence[Sample]) -> int:
     """Return how many tokens the prefix trees of `samples` hold, one tree per group."""
+    return sum(size.tokens for size in _group_sizes(samples))
+
+
+def _group_sizes(samples: Sequence[Sample]) -> list[TreeSize]:
     groups: defaultdict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         groups[sample.group_id].append(sample)
-    return sum(tree_tokens(members) for members in groups.values())
+    return [tree_size(members) for members in groups.values()]
 
 
 def merge_refusals(parts: Iterable[dict[str, RefusalCount]]) -> dict[str, RefusalCount]:

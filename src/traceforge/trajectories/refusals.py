@@ -30,7 +30,7 @@ WAYS_OUT = {
     "symlink_loop": "remove the link that points back to a folder above it",
     "too_deeply_nested": "JSON nested over about 900 levels is not read",
     "truncated_json": "the file ends too early: copy it again, or cut off the unfinished record",
-    "unknown_format": "see the list of formats in the documentation of `traceforge ingest`",
+    "unknown_format": "formats read: mini-swe-agent logs, chat rows with `messages`, and bare lists of messages",
     "unknown_role": "roles are system, developer, user, assistant, tool and function",
     "unreadable": "check the permissions and the disk",
     "unsupported_content": "only text, reasoning and function calls are read from messages",

@@ -212,7 +212,7 @@ def test_a_pull_request_number_is_no_run_suffix(tmp_path: Path) -> None:
 
 
 def test_keys_that_are_not_read_are_counted_and_not_lost_silently(tmp_path: Path) -> None:
-    rows = [{"messages": [USER, {**ANSWER, "content": str(n)}], "label": True, "resolved": "yes"} for n in range(3)]
+    rows = [{"messages": [USER, {**ANSWER, "content": str(n)}], "label": "x", "resolved": "yes"} for n in range(3)]
     out = ingested(write_rows(tmp_path / "rows.jsonl", *rows), tmp_path / "out")
     assert out.manifest["notes"] == {"unread_key:label": 3, "unread_value:resolved": 3}
 
@@ -248,6 +248,7 @@ def test_a_list_of_rows_one_row_and_a_bare_list_are_read_alike(tmp_path: Path) -
     [
         {"messages": [USER], "response": {"choices": []}, "kwargs": {}},
         {"messages": [USER, ANSWER], "chosen": [ANSWER], "rejected": [ANSWER]},
+        {"messages": [USER, ANSWER, USER], "label": False},
         {"prompt": "a", "completion": "b"},
         {"sessionId": "x", "projectHash": "y", "messages": [{"type": "user", "content": "hi"}]},
         {"input": {"messages": [USER]}, "preferred_output": [ANSWER], "non_preferred_output": [ANSWER]},

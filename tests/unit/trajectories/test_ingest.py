@@ -242,11 +242,11 @@ def test_a_failed_ingest_leaves_the_earlier_one_as_it_was(tmp_path: Path) -> Non
 
 
 def test_ids_never_collide_and_stay_the_same_from_run_to_run(tmp_path: Path) -> None:
-    wanted = ["a", "a", "a~2", "a", "b#1|c", "b_1_c", "  ", "x\ny"]
+    wanted = ["a", "a", "a~2", "a", "b#1|c", "b_1_c", "  ", "x\ny", "z", "z~2", "z"]
     rows = [row(str(number), id=each) for number, each in enumerate(wanted)]
     path = write_rows(tmp_path / "rows.jsonl", *rows)
     first = [each.trajectory_id for each in ingested(path, tmp_path / "1").trajectories]
-    assert first == ["a", "a~2", "a~2~2", "a~3", "b_1_c", "b_1_c~2", "trajectory", "x_y"]
+    assert first == ["a", "a~2", "a~2~2", "a~3", "b_1_c", "b_1_c~2", "trajectory", "x_y", "z", "z~2", "z~3"]
     assert [each.trajectory_id for each in ingested(path, tmp_path / "2").trajectories] == first
 
 
@@ -301,8 +301,10 @@ def test_the_manifest_adds_up(tmp_path: Path) -> None:
 def test_predictions_beside_the_logs_are_named_and_not_refused(tmp_path: Path) -> None:
     write_json(tmp_path / "logs" / "run.traj.json", mini_log([ANSWER]))
     write_json(tmp_path / "logs" / "preds.json", {"a__b-1": {"instance_id": "a__b-1", "model_patch": "diff"}})
+    rollout = {"instance_id": "a__b-1", "model_patch": "diff", "rollout": []}
+    write_json(tmp_path / "logs" / "rollout.json", rollout)
     out = ingested(tmp_path / "logs", tmp_path / "out")
-    assert (out.summary.counts.side_files, out.reasons) == (1, [])
+    assert (out.summary.counts.side_files, out.reasons) == (1, [("rollout.json", None, "unknown_format")])
 
 
 def test_every_reason_has_a_way_out() -> None:

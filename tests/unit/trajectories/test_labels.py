@@ -97,7 +97,16 @@ def test_run_summaries_old_and_new() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [{}, [], {"resolved": True}, {"a": {"resolved": True}}, {"resolved": ["a"]}, "x", {"a": 1, "b": report(True)}],
+    [
+        {},
+        [],
+        {"resolved": True},
+        {"a": {"resolved": True}},
+        {"resolved": ["a"]},
+        "x",
+        {"a": 1, "b": report(True)},
+        {"resolved": True, "patch_exists": True, "instance_id": "a", "response": {}},
+    ],
 )
 def test_what_only_resembles_a_label_file_is_none(value: object) -> None:
     assert labels_in(value, "report.json") is None
@@ -200,6 +209,9 @@ def test_labels_that_contradict_each_other_label_nothing(tmp_path: Path) -> None
     out = ingested(path, tmp_path / "out", labels=[tmp_path / "eval"])
     assert (out.trajectories[0].outcome.resolved, out.trajectories[0].outcome.reason) == (None, "contradictory_labels")
     assert (out.manifest["labels"]["contradictory"], out.manifest["labels"]["unmatched"]) == (1, 0)
+    write_json(tmp_path / "eval" / "y" / "a__b-1.report.json", report(None))
+    out = ingested(path, tmp_path / "out", labels=[tmp_path / "eval"])
+    assert out.trajectories[0].outcome.resolved is True, "an evaluation that failed contradicts nobody"
 
 
 def test_what_a_row_says_of_itself_stays_and_a_disagreement_is_counted(tmp_path: Path) -> None:

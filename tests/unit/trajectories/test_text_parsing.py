@@ -40,7 +40,7 @@ def test_half_a_surrogate_pair_becomes_the_replacement_character(raw: bytes, tex
     assert parse_json(raw) == (text, num_replaced)
 
 
-@given(st.text(st.sampled_from("\ud83d\udc4d\\udn\n\"é"), max_size=12))
+@given(st.text(st.sampled_from('\ud83d\udc4d\\udn\n"é'), max_size=12))
 def test_repair_agrees_with_the_standard_library_and_a_plain_replacement(text: str) -> None:
     # The oracle: let Python read the escapes, join what makes a pair, and replace what is left over.
     escaped = json.dumps(text)
