@@ -18,13 +18,13 @@ import msgspec
 
 from traceforge import __version__
 from traceforge.errors import InputError
+from traceforge.folders import MANIFEST, FolderWriter, HashedFile
 from traceforge.hashes import file_sha256
-from traceforge.samples.folder_writer import FolderWriter, HashedFile
 from traceforge.samples.references import REFERENCES, SCHEMA, SampleReference, encode_reference
 from traceforge.samples.trl_rows import UnparsableArgumentsError, trl_row
 from traceforge.samples.turns import trained_turns
 from traceforge.trajectories.manifest import SCHEMA_VERSION as INGEST_SCHEMA
-from traceforge.trajectories.output import MANIFEST, TRAJECTORIES
+from traceforge.trajectories.output import TRAJECTORIES
 from traceforge.trajectories.record import Message, Trajectory, read_trajectories
 
 TRL_ROWS = "trl.jsonl"

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from traceforge.errors import InputError
+from traceforge.folders import MANIFEST
 from traceforge.hashes import file_sha256
-from traceforge.trajectories.output import MANIFEST, TRAJECTORIES
+from traceforge.trajectories.output import TRAJECTORIES
 from traceforge.trajectories.record import Trajectory, read_trajectories
 
 SCHEMA = "traceforge-sft/1"

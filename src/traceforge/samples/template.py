@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from traceforge.errors import ConfigError, TemplateError
 from traceforge.trajectories.record import Message, ToolCall
+from traceforge.trajectories.text import repair_surrogates
 
 ChatMessage = dict[str, Any]
 ArgumentsForm = Literal["object", "text"]
@@ -99,9 +100,12 @@ def _call(call: ToolCall, arguments: ArgumentsForm) -> dict[str, Any]:
 
 
 def parsed_arguments(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object; text that is not a JSON object comes back under `_raw`."""
+    """Return the arguments of a call as an object; text that is not a JSON object comes back under `_raw`.
+
+    An escape of half a surrogate pair inside the arguments becomes U+FFFD, as everywhere else.
+    """
     try:
-        parsed = json.loads(arguments)
+        parsed = json.loads(repair_surrogates(arguments.encode())[0])
     except (ValueError, RecursionError):
         parsed = None
     return parsed if isinstance(parsed, dict) else {"_raw": arguments}

@@ -52,7 +52,9 @@ def tree_summary(report: TreeReport) -> list[tuple[str, str]]:
     total, continuity = report.total, report.continuity
     if total.samples == report.num_groups:
         return [("prefix trees", "none: each sample is a group of its own")]
-    again = f"{total.repeated_tokens:,} of trunks twice, where trees are split" if total.repeated_tokens else "none twice"
+    again = (
+        f"{total.repeated_tokens:,} of trunks twice, where trees are split" if total.repeated_tokens else "none twice"
+    )
     lines = [
         (
             "prefix trees",
@@ -71,6 +73,8 @@ def tree_summary(report: TreeReport) -> list[tuple[str, str]]:
         lines.append(
             ("  sharing breaks", f"{broken:,} of {continuity.pairs:,} turns do not continue the one before: {causes}")
         )
+    else:
+        lines.append(("  sharing breaks", f"nowhere: each of {continuity.pairs:,} turns continues the one before"))
     return lines
 
 

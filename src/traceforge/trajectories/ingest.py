@@ -20,11 +20,12 @@ import msgspec
 
 from traceforge import __version__
 from traceforge.errors import InputError, StorageError
+from traceforge.folders import MANIFEST
 from traceforge.trajectories.detect import SideFile, recognise, records_in
 from traceforge.trajectories.label_files import read_labels
 from traceforge.trajectories.manifest import Counts, FileEntry, IngestSummary, LabelFile, Manifest, by_count
 from traceforge.trajectories.outcomes import LabelCounts, Labels, Subject
-from traceforge.trajectories.output import MANIFEST, TRAJECTORIES, OutputFile, OutputFolder
+from traceforge.trajectories.output import TRAJECTORIES, OutputFolder
 from traceforge.trajectories.readers.reader import Origin, Reader
 from traceforge.trajectories.record import Trajectory, encode
 from traceforge.trajectories.refusals import WAYS_OUT, Refusal, Refused
@@ -65,7 +66,7 @@ def ingest(inputs: Sequence[str], output: Path, *, labels: Sequence[str] = ()) -
             raise _nothing_usable(run)
         run.correct_labels()
         label_counts = run.labels.counts()
-        folder.commit(lambda outputs: _manifest(run, outputs, inputs, labels, (label_set.files, label_counts)))
+        folder.commit(msgspec.to_builtins(_manifest(run, inputs, labels, (label_set.files, label_counts))))
     return IngestSummary(
         output=str(output),
         trajectories_file=str(output / TRAJECTORIES),
@@ -227,7 +228,6 @@ def _stem(path: str) -> str:
 
 def _manifest(
     run: _Ingest,
-    outputs: dict[str, OutputFile],
     inputs: Sequence[str],
     label_inputs: Sequence[str],
     labels: tuple[list[LabelFile], LabelCounts],
@@ -247,7 +247,6 @@ def _manifest(
         files=run.files,
         label_files=labels[0],
         labels=labels[1],
-        outputs=outputs,
     )
 
 

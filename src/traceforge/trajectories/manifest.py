@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from traceforge.trajectories.outcomes import LabelCounts
-from traceforge.trajectories.output import OutputFile
 from traceforge.trajectories.record import Trajectory
 from traceforge.trajectories.refusals import Refusal
 
@@ -94,7 +93,7 @@ class Counts(msgspec.Struct):
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """`manifest.json`. `notes` counts repairs and keys that were not read; they refuse nothing."""
+    """`manifest.json`, to which the folder adds the `outputs`. `notes` counts repairs and keys that were not read."""
 
     schema_version: str = SCHEMA_VERSION
     created: str
@@ -111,7 +110,6 @@ class Manifest(msgspec.Struct, kw_only=True):
     files: list[FileEntry]
     label_files: list[LabelFile]
     labels: LabelCounts
-    outputs: dict[str, OutputFile]
 
 
 class IngestSummary(msgspec.Struct, frozen=True, kw_only=True):

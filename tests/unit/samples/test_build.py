@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from tests.dataset_stubs import assistant, run_of, trajectory, user, write_trajectories
 
+from traceforge import folders
 from traceforge.errors import InputError, StorageError
-from traceforge.samples import folder_writer
 from traceforge.samples.build import build_sft
 from traceforge.samples.references import open_built
 from traceforge.trajectories.record import Message, ToolCall
@@ -135,7 +135,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch) -> None:
     def full(self, chunk):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(folder_writer.HashedFile, "write", full)
+    monkeypatch.setattr(folders.HashedFile, "write", full)
     with pytest.raises(StorageError, match=r"out: cannot write: No space left on device"):
         build_sft(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -148,7 +148,7 @@ def test_a_disk_that_fills_up_at_the_very_end_leaves_nothing_that_looks_whole(tm
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(folder_writer.os, "fsync", full)
+    monkeypatch.setattr(folders.os, "fsync", full)
     with pytest.raises(StorageError):
         build_sft(source, tmp_path / "out", as_trl=True)
     monkeypatch.undo()

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 import pytest
 from trajectory_logs import ANSWER, USER, names, row, write_json, write_rows
 
+from traceforge import folders
 from traceforge.errors import InputError, StorageError
-from traceforge.trajectories import output as output_module
 from traceforge.trajectories.ingest import ingest
 from traceforge.trajectories.record import read_trajectories
 
@@ -42,13 +42,14 @@ def test_a_full_disk_is_a_named_error_and_leaves_nothing_half_written(
     path = write_rows(tmp_path / "rows.jsonl", *[row(str(number) * 50) for number in range(8)])
     ingest([str(path)], tmp_path / "old")
     before = (tmp_path / "old" / "trajectories.jsonl").read_bytes()
-    opened = output_module.OutputFolder._open_temporary
+    opened = folders.HashedFile.__init__
 
-    def on_full_disk(folder: Any, name: str) -> Any:
+    def on_full_disk(file: Any, path: Path) -> None:
         # The last case has room for the trajectories and none for the manifest.
-        return FullDisk(opened(folder, name), 0 if name == "manifest.json" else room)
+        opened(file, path)
+        file._handle = FullDisk(file._handle, 0 if "manifest.json" in path.name else room)
 
-    monkeypatch.setattr(output_module.OutputFolder, "_open_temporary", on_full_disk)
+    monkeypatch.setattr(folders.HashedFile, "__init__", on_full_disk)
     for folder in ("old", "new/deep"):
         with pytest.raises(StorageError, match="No space left") as caught:
             ingest([str(path)], tmp_path / folder)
@@ -64,7 +65,7 @@ def test_an_interrupted_ingest_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(output_module, "_finish", interrupt)
+    monkeypatch.setattr(folders.HashedFile, "finish", interrupt)
     with pytest.raises(KeyboardInterrupt):
         ingest([str(path)], tmp_path / "out")
     assert names(tmp_path) == ["rows.jsonl"]

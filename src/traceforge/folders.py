@@ -12,10 +12,12 @@ import json
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
-from traceforge.errors import StorageError
-from traceforge.trajectories.output import MANIFEST
+from traceforge.errors import InputError, StorageError
+
+MANIFEST = "manifest.json"
+_BUFFER_BYTES = 1 << 20
 
 
 class HashedFile:
@@ -25,11 +27,18 @@ class HashedFile:
         self.path = path
         self.num_bytes = 0
         self._hash = hashlib.sha256()
-        self._handle: BinaryIO = path.open("wb")
+        self._handle: BinaryIO = path.open("wb", buffering=_BUFFER_BYTES)
 
     def write(self, chunk: bytes) -> None:
-        """Append bytes."""
-        self._handle.write(chunk)
+        """Append bytes.
+
+        Raises:
+            StorageError: the disk is full.
+        """
+        try:
+            self._handle.write(chunk)
+        except OSError as error:
+            raise _cannot_write(self.path.parent, error) from error
         self._hash.update(chunk)
         self.num_bytes += len(chunk)
 
@@ -49,20 +58,24 @@ class FolderWriter:
     """Writes a folder as a context manager: nothing of it is left unless `commit` was reached.
 
     Raises:
+        InputError: the folder is a file.
         StorageError: writing failed (a full disk, a folder that is not writable), at any moment of the block.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[str, HashedFile] = {}
+        self._discarded: list[HashedFile] = []
         self._made_folders: list[Path] = []
 
-    def __enter__(self) -> FolderWriter:
+    def __enter__(self) -> Self:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise InputError(f"{self.folder}: is a file", hint="name a folder for the output")
         try:
             self._made_folders = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise self._failed(error) from error
+            raise _cannot_write(self.folder, error) from error
         return self
 
     def file(self, name: str) -> HashedFile:
@@ -70,8 +83,23 @@ class FolderWriter:
         try:
             self._files[name] = HashedFile(self.folder / f".{name}.{os.getpid()}.part")
         except OSError as error:
-            raise self._failed(error) from error
+            raise _cannot_write(self.folder, error) from error
         return self._files[name]
+
+    def rewrite(self, name: str) -> tuple[Path, HashedFile]:
+        """Return what has been written of a file so far, complete, and a new file that will take its name instead."""
+        old = self._files.pop(name)
+        old.finish()
+        self._discarded.append(old)
+        try:
+            self._files[name] = HashedFile(old.path.with_name(f"{old.path.name}2"))
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from error
+        return old.path, self._files[name]
+
+    def outputs(self) -> dict[str, dict[str, Any]]:
+        """Force every file to the disk and return `{name: {sha256, bytes}}`; nothing more can be written then."""
+        return {name: file.finish() for name, file in self._files.items()}
 
     def commit(self, manifest: dict[str, Any], *, stale: tuple[str, ...] = ()) -> None:
         """Put every file in place and then `manifest.json`, with the files' hashes added as `outputs`.
@@ -80,8 +108,7 @@ class FolderWriter:
             manifest: JSON values.
             stale: names of files an earlier build may have left that no longer belong to the folder.
         """
-        outputs = {name: file.finish() for name, file in self._files.items()}
-        text = json.dumps({**manifest, "outputs": outputs}, indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps({**manifest, "outputs": self.outputs()}, indent=2, ensure_ascii=False) + "\n"
         self.file(MANIFEST).write(text.encode())
         self._files[MANIFEST].finish()
         for name in (MANIFEST, *stale):
@@ -94,7 +121,7 @@ class FolderWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in self._files.values():
+        for file in (*self._files.values(), *self._discarded):
             # A full disk fails again on closing; the first error is the one to tell.
             with contextlib.suppress(OSError):
                 file.close()
@@ -104,10 +131,11 @@ class FolderWriter:
             with contextlib.suppress(OSError):  # Somebody else may have put a file there.
                 made.rmdir()
         if isinstance(error, OSError) and not isinstance(error, StorageError):
-            raise self._failed(error) from error
+            raise _cannot_write(self.folder, error) from error
 
-    def _failed(self, error: OSError) -> StorageError:
-        return StorageError(
-            f"{self.folder}: cannot write: {error.strerror or error}",
-            hint="free space on the disk or choose another output folder; nothing was left half-written",
-        )
+
+def _cannot_write(folder: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"{folder}: cannot write: {error.strerror or error}",
+        hint="free space on the disk or choose another output folder; nothing was left half-written",
+    )
