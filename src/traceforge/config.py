@@ -10,7 +10,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -124,11 +124,50 @@ class SftObjective(_Section):
     method: Literal["sft"] = "sft"
 
 
+class SimpoObjective(_Section):
+    """`[objective]` with `method = "simpo"`: preference pairs without a reference model."""
+
+    method: Literal["simpo"]
+    beta: float = Field(2.0, gt=0)
+    """Reward scale."""
+    gamma: float | None = Field(None, ge=0)
+    """Target margin in reward units (absolute). Without it and without `gamma_beta_ratio`: 0.5."""
+    gamma_beta_ratio: float | None = Field(None, ge=0)
+    """The authors' way of writing it: gamma = ratio x beta. Excludes `gamma`."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    chosen_nll_weight: float = Field(0.0, ge=0)
+    """Weight of the chosen side's mean negative log-likelihood, added to each pair's loss."""
+
+    @model_validator(mode="after")
+    def _one_margin(self) -> SimpoObjective:
+        if self.gamma is not None and self.gamma_beta_ratio is not None:
+            raise ValueError("objective.gamma and objective.gamma_beta_ratio exclude each other; keep one")
+        return self
+
+    @property
+    def absolute_gamma(self) -> float:
+        """The margin in reward units, whichever way it was written."""
+        if self.gamma_beta_ratio is not None:
+            return self.gamma_beta_ratio * self.beta
+        return 0.5 if self.gamma is None else self.gamma
+
+
+class DpoObjective(_Section):
+    """`[objective]` with `method = "dpo"`: preference pairs against the adapter that training starts from."""
+
+    method: Literal["dpo"]
+    beta: float = Field(0.1, gt=0)
+
+
+Objective = Annotated[SftObjective | SimpoObjective | DpoObjective, Field(discriminator="method")]
+
+
 class OptimizerSettings(_Section):
     """`[optimizer]`."""
 
     name: Literal["adamw", "adamw_8bit"] = "adamw"
     learning_rate: float = Field(2e-4, gt=0)
+    """Without it: 2e-4 for `sft`, 1e-5 for preference objectives."""
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = Field(1e-8, gt=0)
@@ -150,6 +189,9 @@ class TrainingSettings(_Section):
     updates: int | None = Field(None, ge=1)
     passes: int | None = Field(None, ge=1)
     samples_per_update: int = Field(4, ge=1)
+    """Least number of samples an update takes; whole groups are taken until it is reached."""
+    pairs_per_update: int | None = Field(None, ge=1)
+    """Preference objectives: the same in pairs; unset = 4."""
     tokens_per_row: int | None = Field(None, ge=2)
     """Longest row of one forward pass; unset = twice data.max_tokens, so that the forks of a long trajectory seldom
     split its tree. Changes memory and speed, never the result."""
@@ -208,7 +250,7 @@ class RunConfig(_Section):
     model: ModelSettings
     adapter: AdapterSettings = AdapterSettings()
     data: DataSettings
-    objective: SftObjective = SftObjective()
+    objective: Objective = SftObjective()
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     training: TrainingSettings = TrainingSettings()
@@ -218,6 +260,19 @@ class RunConfig(_Section):
     evidence: EvidenceSettings = EvidenceSettings()
     output_dir: Path = Path("runs")
     run_name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_method(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        objective, optimizer = raw.get("objective", {}), raw.get("optimizer", {})
+        if isinstance(objective, dict) and "method" not in objective:
+            raw = {**raw, "objective": {"method": "sft", **objective}}
+        preference = isinstance(objective, dict) and objective.get("method") in {"simpo", "dpo"}
+        if preference and isinstance(optimizer, dict) and "learning_rate" not in optimizer:
+            raw = {**raw, "optimizer": {"learning_rate": 1e-5, **optimizer}}
+        return raw
 
     @model_validator(mode="after")
     def _settings_that_cannot_stand_together(self) -> RunConfig:
@@ -232,7 +287,16 @@ class RunConfig(_Section):
             )
         if self.adapter.kind == "none" and self.adapter.init is not None:
             raise ValueError("adapter.init needs adapter.kind = 'lora'")
+        if self.objective.method == "sft" and self.training.pairs_per_update is not None:
+            raise ValueError("training.pairs_per_update needs a preference objective, objective.method is 'sft'")
         return self
+
+    @property
+    def items_per_update(self) -> int:
+        """Samples or pairs that an update takes at least, by the objective."""
+        if self.objective.method == "sft":
+            return self.training.samples_per_update
+        return self.training.pairs_per_update or 4
 
     @property
     def tokens_per_row(self) -> int:

@@ -62,7 +62,7 @@ def update_order(samples: Sequence[Sample], config: RunConfig) -> UpdateOrder:
     """Return the real order over `samples`, as a run makes it."""
     return UpdateOrder(
         [WeightedSamples(path="test", weight=1.0, samples=tuple(samples))],
-        samples_per_update=config.training.samples_per_update,
+        items_per_update=config.items_per_update,
         seed=config.training.seed,
     )
 

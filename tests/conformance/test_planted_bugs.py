@@ -24,7 +24,7 @@ from traceforge.models.language_model import LanguageModel
 from traceforge.oracles.record import ConformanceRecord, compare_traces
 from traceforge.oracles.trace import TrainingTrace
 from traceforge.oracles.trl import trl_sft
-from traceforge.training import loop
+from traceforge.training import loop, methods
 from traceforge.training import update as update_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -117,7 +117,7 @@ def mean_of_means(patch: Patch) -> None:
 
     _with_plan(patch, planned)
     patch.setattr(
-        update_module, "weighted_nll", lambda logp_N, weights_N: -(weights_N * logp_N).sum() / weights_N.sum()
+        methods, "weighted_nll", lambda logp_N, weights_N: -(weights_N * logp_N).sum() / weights_N.sum()
     )
 
 

@@ -206,6 +206,10 @@ class Packing(EvidencePart):
     """Rows run in all updates together."""
     row_tokens: int
     """Tokens computed in them; there is no padding."""
+    sample_tokens: int | None = None
+    """Tokens of the same samples one by one: what the rows would hold if no prefix were shared."""
+    forks: int | None = None
+    """Paths in those rows that continue another one instead of repeating it."""
     mean_samples_per_row: float | None = None
 
 

@@ -33,12 +33,16 @@ class Reason:
 
 @dataclass(frozen=True)
 class DatasetView:
-    """The `dataset` part of manifest.json. `sets` maps a set's name to its statistics."""
+    """The `dataset` part of manifest.json. `sets` maps a set's name to its statistics.
+
+    `shared_prefixes` says what the training samples' prefix trees save, if all of each group's samples stand in one.
+    """
 
     sets: dict[str, Mapping[str, Any]]
     refusals: tuple[Reason, ...]
     cuts: dict[str, tuple[Reason, ...]]
     sources: tuple[Mapping[str, Any], ...]
+    shared_prefixes: str | None
     default_system_prompt: str | None
     samples_with_default_system_prompt: int | None
 
@@ -55,9 +59,18 @@ def dataset_view(manifest: Mapping[str, Any] | None) -> DatasetView | None:
         refusals=_refusals(dataset.get("refusals")),
         cuts={name: _cuts(statistics.get("cuts")) for name, statistics in sets.items() if statistics.get("cuts")},
         sources=tuple(each for each in dataset.get("sources") or () if isinstance(each, Mapping))[:_MOST_REASONS],
+        shared_prefixes=_shared_prefixes(dataset.get("train_trees")),
         default_system_prompt=None if prompt is None else clip(str(prompt)),
         samples_with_default_system_prompt=dataset.get("samples_with_default_system_prompt"),
     )
+
+
+def _shared_prefixes(trees: object) -> str | None:
+    if not isinstance(trees, Mapping) or not trees.get("tree_tokens") or not trees.get("sample_tokens"):
+        return None
+    whose = "trajectory" if trees.get("group") == "trajectory" else "sample"
+    words = _shared(int(trees["sample_tokens"]), int(trees["tree_tokens"]), trees.get("forks"))
+    return f"{words}, a tree for each {whose}"
 
 
 def _refusals(refusals: object) -> tuple[Reason, ...]:
@@ -131,7 +144,9 @@ def technique_facts(techniques: Techniques) -> Facts:
         lines.append(("held in 4 bits", "nothing" if not quantization.quantized_modules else held))
     if (packing := techniques.packing) is not None:
         mean = "" if packing.mean_samples_per_row is None else f", {packing.mean_samples_per_row:.2f} samples a row"
-        lines.append(("packing", f"{integer(packing.rows)} rows, {integer(packing.row_tokens)} tokens{mean}"))
+        lines.append(("packing", f"{integer(packing.rows)} rows, {integer(packing.row_tokens)} tokens computed{mean}"))
+        if packing.sample_tokens is not None:
+            lines.append(("shared prefixes", _shared(packing.sample_tokens, packing.row_tokens, packing.forks)))
     shown = {"attention": None, "quantization": None, "packing": None}
     return lines + facts(techniques.model_copy(update=shown))
 
@@ -147,6 +162,15 @@ def mechanism_facts(metrics: MechanismMetrics) -> Facts:
         else:
             lines.append((_words(name), plain(value) if isinstance(value, bool) else integer(value)))
     return lines
+
+
+def _shared(one_by_one: int, in_trees: int, forks: int | None) -> str:
+    """Return how many tokens sharing saves, in words."""
+    if one_by_one == in_trees:
+        return f"nothing shared: {integer(one_by_one)} tokens"
+    forked = "" if forks is None else f", {integer(forks)} forks"
+    saved = f"{one_by_one / in_trees:.1f}-fold"
+    return f"{integer(one_by_one)} tokens one by one, {integer(in_trees)} in trees ({saved}){forked}"
 
 
 def _card(gpu: Gpu) -> str:

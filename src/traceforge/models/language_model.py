@@ -32,6 +32,11 @@ _SELF_TEST_TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 8e-2, torch.float16
 """Largest difference of a log-probability in nats that the start-up self-tests accept: far above rounding of the
 dtype on a short text, far below what a token that sees the wrong past or a missing soft cap changes."""
 
+_ROWS_SELF_TEST_TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 1.0, torch.float16: 0.15}
+"""The same for rows against their samples alone, where attention itself sums in another order. On random tokens
+SmolLM2-135M in bfloat16 differs by 0.29 nats here (and by 0.52 from its own float32); a token that sees a wrong past or
+has a wrong depth moves by 2.6 and more."""
+
 
 @dataclass
 class LanguageModel:
@@ -200,7 +205,7 @@ def _try_layout(model: LanguageModel, layout: Layout) -> tuple[str | None, str]:
         return refusal, ""
     attention.register()
     model.base.set_attn_implementation(attention.NAME)
-    limit = _SELF_TEST_TOLERANCE.get(model.dtype, 2e-4)
+    limit = _ROWS_SELF_TEST_TOLERANCE.get(model.dtype, 2e-4)
     try:
         difference = _quietly(model, _rows_against_alone)
     except (TypeError, AssertionError, KeyError, ValueError) as error:

@@ -58,10 +58,28 @@ def trl_sft(
     check_comparable([sample for samples in updates for sample in samples], optimizer, schedule)
     trained = network_for_oracle(network)
     with alone(), _quietly(), tempfile.TemporaryDirectory(prefix="traceforge-trl-") as folder:
-        return _train(trained, updates, _arguments(trained, updates, optimizer, schedule, folder))
+        return _train(trained, updates, optimizer, schedule, folder)
 
 
-def _train(network: nn.Module, updates: Sequence[Sequence[Sample]], arguments: Any) -> TrainingTrace:
+def sft_trainer(
+    network: nn.Module,
+    updates: Sequence[Sequence[Sample]],
+    optimizer: OptimizerSettings,
+    schedule: ScheduleSettings,
+    *,
+    folder: str,
+    callback: Any,
+) -> Any:
+    """Return TRL's `SFTTrainer`, ready to train `network` itself, row by row, on exactly these updates.
+
+    Args:
+        network: see `trl_sft`; not copied.
+        updates: the samples of each update, in order.
+        optimizer: AdamW's settings.
+        schedule: without warm-up.
+        folder: where the trainer may write; it writes nothing.
+        callback: a `TrainerCallback` that follows the run.
+    """
     from datasets import Dataset
     from transformers import PrinterCallback
     from trl import SFTTrainer
@@ -70,16 +88,27 @@ def _train(network: nn.Module, updates: Sequence[Sequence[Sample]], arguments: A
         def _send_telemetry(self) -> None:
             """Send nothing: no network unless asked."""
 
-    watch = WeightWatch(network)
-    notes = _notes(watch)
     trainer = SilentTrainer(
         model=network,
-        args=arguments,
+        args=_arguments(network, updates, optimizer, schedule, folder),
         train_dataset=Dataset.from_list(_rows(updates)),
         processing_class=_padding_tokenizer(),
-        callbacks=[notes],
+        callbacks=[callback],
     )
     trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _train(
+    network: nn.Module,
+    updates: Sequence[Sequence[Sample]],
+    optimizer: OptimizerSettings,
+    schedule: ScheduleSettings,
+    folder: str,
+) -> TrainingTrace:
+    watch = WeightWatch(network)
+    notes = _notes(watch)
+    trainer = sft_trainer(network, updates, optimizer, schedule, folder=folder, callback=notes)
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     return TrainingTrace(

@@ -50,7 +50,7 @@ def build_rows(samples: Sequence[Sample], *, tokens_per_row: int, share: bool = 
             )
     ordered = sorted(samples, key=lambda sample: token_key(sample.token_ids_S)) if share else list(samples)
     shared = _shared_with_previous(ordered, share)
-    return [_lay_out(members, share) for members in _fill_rows(ordered, shared, tokens_per_row)]
+    return [lay_out(members, share) for members in _fill_rows(ordered, shared, tokens_per_row)]
 
 
 class TreeSize(NamedTuple):
@@ -164,7 +164,8 @@ def _set_reach(root: _Node) -> None:
         node.reach = max((child.reach for child in node.children), default=node.depth)
 
 
-def _lay_out(members: Sequence[Sample], share: bool) -> Row:
+def lay_out(members: Sequence[Sample], share: bool) -> Row:
+    """Return one row that holds all of `members`; without `share` each is a tree of its own."""
     ordered = sorted(members, key=lambda sample: token_key(sample.token_ids_S)) if share else list(members)
     root = _insert(ordered, _shared_with_previous(ordered, share))
     _set_reach(root)

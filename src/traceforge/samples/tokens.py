@@ -41,6 +41,11 @@ class Sample:
         return int(self.token_ids_S.shape[0])
 
     @property
+    def samples(self) -> tuple[Sample]:
+        """Itself: what stands in a data set is one sequence here, and several in a preference pair."""
+        return (self,)
+
+    @property
     def num_trained_tokens(self) -> int:
         """How many tokens are targets."""
         return int(np.count_nonzero(self.weights_S))

@@ -269,6 +269,8 @@ class Attempt:
             packing=Packing(
                 rows=job.rows_run,
                 row_tokens=job.row_tokens_run,
+                sample_tokens=job.sample_tokens_run,
+                forks=job.forks_run,
                 mean_samples_per_row=job.samples_run / job.rows_run,
             )
             if job is not None and job.rows_run

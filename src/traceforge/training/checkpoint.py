@@ -20,6 +20,7 @@ from traceforge.config import CheckpointSettings, RunConfig
 from traceforge.errors import ConfigError, InputError, StorageError
 from traceforge.models.language_model import LanguageModel
 from traceforge.training.clock import Clock
+from traceforge.training.loop import Job
 
 SCHEMA_VERSION = "traceforge-checkpoint/1"
 _FREE_TO_CHANGE = {
@@ -48,30 +49,22 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-def save_checkpoint(
-    run_folder: Path,
-    model: LanguageModel,
-    optimizer: torch.optim.Optimizer,
-    clock: Clock,
-    *,
-    config: RunConfig,
-    train_ids_hash: str,
-    scaler: torch.amp.GradScaler | None,
-) -> Path:
-    """Write `checkpoints/update-NNNNNN` and return it; old ones beyond `config.checkpoint.keep` are removed after.
+def save_checkpoint(run_folder: Path, job: Job, *, train_ids_hash: str) -> Path:
+    """Write `checkpoints/update-NNNNNN` and return it; old ones beyond `checkpoint.keep` are removed after.
 
     Raises:
         StorageError: writing failed; older checkpoints stand as they were.
     """
     parent = run_folder / "checkpoints"
-    folder = parent / f"update-{clock.updates:06d}"
+    folder = parent / f"update-{job.clock.updates:06d}"
     partial = parent / f".partial-{folder.name}"
     state = {
         "schema_version": SCHEMA_VERSION,
-        "clock": clock.state(),
-        "config": config.model_dump(mode="json"),
+        "clock": job.clock.state(),
+        "config": job.config.model_dump(mode="json"),
         "train_ids_hash": train_ids_hash,
-        "scaler": None if scaler is None else scaler.state_dict(),
+        "method": job.method.state(),
+        "scaler": None if job.scaler is None else job.scaler.state_dict(),
     }
     random_states = {
         "cpu": torch.get_rng_state(),
@@ -80,8 +73,8 @@ def save_checkpoint(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        save_file(_trained_weights(model), str(partial / "trained.safetensors"))
-        torch.save({"optimizer": optimizer.state_dict(), "random": random_states}, partial / "optimizer.pt")
+        save_file(_trained_weights(job.model), str(partial / "trained.safetensors"))
+        torch.save({"optimizer": job.optimizer.state_dict(), "random": random_states}, partial / "optimizer.pt")
         (partial / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
@@ -91,7 +84,7 @@ def save_checkpoint(
             f"{folder}: the checkpoint could not be written: {error}",
             hint="free some disk space; the run can be extended from the checkpoint before",
         ) from error
-    _remove_old(parent, config.checkpoint)
+    _remove_old(parent, job.config.checkpoint)
     return folder
 
 
@@ -143,13 +136,8 @@ def check_continues(checkpoint: Checkpoint, config: RunConfig, train_ids_hash: s
         )
 
 
-def restore(
-    checkpoint: Checkpoint,
-    model: LanguageModel,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None,
-) -> None:
-    """Put weights, optimizer and random generators back as they were.
+def restore(checkpoint: Checkpoint, job: Job) -> None:
+    """Put weights, optimizer, clock, method and random generators of a job back as they were.
 
     Raises:
         InputError: a file is damaged or does not fit the model.
@@ -157,20 +145,22 @@ def restore(
     try:
         weights = load_file(str(checkpoint.folder / "trained.safetensors"))
         saved = torch.load(checkpoint.folder / "optimizer.pt", weights_only=True, map_location="cpu")
-        trainable = dict(model.trainable())
+        trainable = dict(job.model.trainable())
         if weights.keys() != trainable.keys():
             raise KeyError(f"trained weights differ: {sorted(weights.keys() ^ trainable.keys())[:3]}")
         with torch.no_grad():
             for name, parameter in trainable.items():
                 parameter.copy_(weights[name])
-        optimizer.load_state_dict(saved["optimizer"])
+        job.optimizer.load_state_dict(saved["optimizer"])
     except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
         raise InputError(f"{checkpoint.folder}: damaged or of another model: {error}") from error
     torch.set_rng_state(saved["random"]["cpu"])
     if torch.cuda.is_available() and len(saved["random"]["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(saved["random"]["cuda"])
-    if scaler is not None and checkpoint.state["scaler"] is not None:
-        scaler.load_state_dict(checkpoint.state["scaler"])
+    if job.scaler is not None and checkpoint.state["scaler"] is not None:
+        job.scaler.load_state_dict(checkpoint.state["scaler"])
+    job.method.restore(checkpoint.state["method"])
+    job.clock = checkpoint.clock
 
 
 def _trained_weights(model: LanguageModel) -> dict[str, torch.Tensor]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,9 +21,11 @@ from torch import nn
 from traceforge.config import RunConfig
 from traceforge.errors import EvaluationError
 from traceforge.models.language_model import LanguageModel
-from traceforge.objectives.nll import weighted_nll
 from traceforge.samples.dataset import SampleSets
-from traceforge.samples.tokens import Sample
+from traceforge.training.methods import Item, Method
+from traceforge.training.update import SFT
+
+ItemT = TypeVar("ItemT", bound=Item)
 
 
 @dataclass(frozen=True)
@@ -30,44 +33,59 @@ class EvaluationResult:
     """Loss of one set.
 
     Args:
-        loss: nats per unit of token weight; may be non-finite if the model is.
+        loss: nats per unit of token weight, or per pair; may be non-finite if the model is.
         trained_tokens: target tokens in the set.
-        rows: samples in the set.
+        rows: samples or pairs in the set.
         rows_without_targets: samples of it that have no target and so do not count.
+        logged: what the method logs beside the loss, as means over pairs.
     """
 
     loss: float
     trained_tokens: int
     rows: int
     rows_without_targets: int
+    logged: Mapping[str, float] = field(default_factory=dict)
 
 
 def evaluate(
-    model: LanguageModel, samples: Sequence[Sample], *, tokens_per_row: int, name: str = "evaluation"
+    model: LanguageModel,
+    items: Sequence[Item],
+    *,
+    tokens_per_row: int,
+    method: Method = SFT,
+    name: str = "evaluation",
 ) -> EvaluationResult:
-    """Return the token-weighted loss of `samples`.
+    """Return the loss of `items`: per unit of token weight, or per pair.
 
     Raises:
         EvaluationError: no sample of the set has a target.
     """
-    measured = [sample for sample in samples if sample.num_trained_tokens]
+    measured = [item for item in items if item.num_trained_tokens]
     if not measured:
         raise EvaluationError(
-            f"the {name} set has no trained token in its {len(samples)} samples",
+            f"the {name} set has no trained token in its {len(items)} samples",
             hint="see `traceforge inspect` for what was cut or masked",
         )
-    losses = []
+    sums: dict[str, list[float]] = {"loss": []}
     with without_trace(model.model):
-        for row in model.rows(measured, tokens_per_row=tokens_per_row):
-            losses.append(float(weighted_nll(*model.row_logprobs(row))))
+        for row in method.rows(model, measured, tokens_per_row=tokens_per_row):
+            found = method.row_loss(model, row)
+            for key, value in (("loss", found.loss), *found.sums.items()):
+                sums.setdefault(key, []).append(float(value))
+    denominator = method.denominator(measured)
+    means = {key: _sum(values) / denominator for key, values in sums.items()}
     return EvaluationResult(
-        loss=math.fsum(losses) / math.fsum(sample.total_weight for sample in measured)
-        if all(map(math.isfinite, losses))
-        else math.nan,
-        trained_tokens=sum(sample.num_trained_tokens for sample in measured),
-        rows=len(samples),
-        rows_without_targets=len(samples) - len(measured),
+        loss=means.pop("loss"),
+        trained_tokens=sum(item.num_trained_tokens for item in measured),
+        rows=len(items),
+        rows_without_targets=len(items) - len(measured),
+        logged=means,
     )
+
+
+def _sum(values: Sequence[float]) -> float:
+    # fsum refuses to add infinities of both signs; what is not finite stays so.
+    return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
 
 
 @contextmanager
@@ -87,18 +105,19 @@ def without_trace(model: nn.Module) -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def fixed_part(samples: Sequence[Sample], most: int, *, seed: int) -> tuple[Sample, ...]:
-    """Return at most `most` distinct samples, chosen by a hash of seed and sample id, in their own order."""
+def fixed_part(samples: Sequence[ItemT], most: int, *, seed: int) -> tuple[ItemT, ...]:
+    """Return at most `most` distinct samples or pairs, chosen by a hash of seed and sample id, in their own order."""
     unique = list({sample.sample_id: sample for sample in samples}.values())
     ranked = sorted(unique, key=lambda sample: hashlib.sha256(f"{seed}:{sample.sample_id}".encode()).digest())
     chosen = {sample.sample_id for sample in ranked[:most]}
     return tuple(sample for sample in unique if sample.sample_id in chosen)
 
 
-def fixed_sets(config: RunConfig, sets: SampleSets) -> dict[str, tuple[Sample, ...]]:
+def fixed_sets(config: RunConfig, sets: SampleSets) -> dict[str, tuple[Item, ...]]:
     """Return the samples of each evaluation set of a run: `train`, and `evaluation` if something is held out."""
     train_samples = [sample for source in sets.train for sample in source.samples]
-    fixed = {"train": fixed_part(train_samples, config.evaluation.train_samples, seed=config.data.seed)}
+    settings, seed = config.evaluation, config.data.seed
+    fixed: dict[str, tuple[Item, ...]] = {"train": fixed_part(train_samples, settings.train_samples, seed=seed)}
     if sets.evaluation:
-        fixed["evaluation"] = fixed_part(sets.evaluation, config.evaluation.evaluation_samples, seed=config.data.seed)
+        fixed["evaluation"] = fixed_part(sets.evaluation, settings.evaluation_samples, seed=seed)
     return fixed

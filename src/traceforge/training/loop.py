@@ -7,7 +7,7 @@ measure ─▶ ┌ take the next update list ─▶ set its learning rate ─▶
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,15 +16,15 @@ from traceforge.config import RunConfig
 from traceforge.errors import TrainingError
 from traceforge.evidence.recorder import RunRecorder
 from traceforge.models.language_model import LanguageModel
-from traceforge.samples.tokens import Sample
 from traceforge.training.clock import Clock, is_due
 from traceforge.training.evaluation import EvaluationResult, evaluate
 from traceforge.training.interrupts import StopRequest
 from traceforge.training.measure import peak_device_bytes, peak_host_bytes
+from traceforge.training.methods import Item, Method
 from traceforge.training.optimizer import learning_rate, set_learning_rate
 from traceforge.training.order import UpdateOrder
 from traceforge.training.progress import RunProgress
-from traceforge.training.update import Update, UpdateResult, apply_update, plan_update
+from traceforge.training.update import SFT, Update, UpdateResult, apply_update, plan_update
 
 
 @dataclass
@@ -43,13 +43,14 @@ class Job:
     model: LanguageModel
     optimizer: torch.optim.Optimizer
     order: UpdateOrder
-    sets: dict[str, tuple[Sample, ...]]
+    sets: dict[str, tuple[Item, ...]]
     passes: int | None
     total_updates: int
     clock: Clock
     recorder: RunRecorder
     progress: RunProgress
-    save: Callable[[], object]
+    method: Method = SFT
+    save: Callable[[], object] = lambda: None
     stop: StopRequest = field(default_factory=StopRequest)
     scaler: torch.amp.GradScaler | None = None
     evaluations: dict[int, dict[str, EvaluationResult]] = field(default_factory=dict)
@@ -57,6 +58,8 @@ class Job:
     update_seconds: list[float] = field(default_factory=list)
     rows_run: int = 0
     row_tokens_run: int = 0
+    sample_tokens_run: int = 0
+    forks_run: int = 0
     samples_run: int = 0
 
 
@@ -77,8 +80,8 @@ def train(job: Job) -> None:
             place = next(places, None)
             if place is None:
                 break
-            pass_number, position, samples = place
-            _one_update(job, samples)
+            pass_number, position, items = place
+            _one_update(job, items)
             clock.consumed(pass_number, position)
             if clock.skipped_in_a_row:
                 _give_up_if_hopeless(job)
@@ -94,8 +97,8 @@ def measure(job: Job) -> dict[str, EvaluationResult]:
     update = job.clock.updates
     if update not in job.evaluations:
         found = {
-            name: evaluate(job.model, samples, tokens_per_row=job.config.tokens_per_row, name=name)
-            for name, samples in job.sets.items()
+            name: evaluate(job.model, items, tokens_per_row=job.config.tokens_per_row, method=job.method, name=name)
+            for name, items in job.sets.items()
         }
         job.evaluations[update] = found
         for name, result in found.items():
@@ -107,16 +110,17 @@ def measure(job: Job) -> dict[str, EvaluationResult]:
                     "trained_tokens": result.trained_tokens,
                     "rows": result.rows,
                     "rows_without_targets": result.rows_without_targets,
+                    **result.logged,
                 }
             )
         job.progress.evaluation(update=update, losses={name: result.loss for name, result in found.items()})
     return job.evaluations[update]
 
 
-def _one_update(job: Job, samples: tuple[Sample, ...]) -> None:
+def _one_update(job: Job, items: Sequence[Item]) -> None:
     config, clock = job.config, job.clock
     started = time.perf_counter()
-    update = plan_update(job.model, samples, tokens_per_row=config.tokens_per_row)
+    update = plan_update(job.model, items, tokens_per_row=config.tokens_per_row, method=job.method)
     rate = learning_rate(
         config.schedule, config.optimizer.learning_rate, update=clock.updates, total_updates=job.total_updates
     )
@@ -134,7 +138,7 @@ def _one_update(job: Job, samples: tuple[Sample, ...]) -> None:
         clock.skip()
     else:
         clock.tick()
-    _record(job, number, update, result, rate=rate, seconds=time.perf_counter() - started, samples=samples)
+    _record(job, number, update, result, rate=rate, seconds=time.perf_counter() - started, items=items)
 
 
 def _record(
@@ -145,7 +149,7 @@ def _record(
     *,
     rate: float,
     seconds: float,
-    samples: tuple[Sample, ...],
+    items: Sequence[Item],
 ) -> None:
     row_tokens = sum(row.num_tokens for row in update.rows)
     if not result.skipped:
@@ -153,6 +157,8 @@ def _record(
         job.update_seconds.append(seconds)
     job.rows_run += len(update.rows)
     job.row_tokens_run += row_tokens
+    job.sample_tokens_run += sum(sample.num_tokens for item in items for sample in item.samples)
+    job.forks_run += sum(row.num_forks for row in update.rows)
     job.samples_run += update.num_samples
     allocated, _ = peak_device_bytes(job.model.device)
     job.recorder.update(
@@ -160,7 +166,7 @@ def _record(
             "update": number,
             "micro_batches": len(update.rows),
             "samples": update.num_samples,
-            "trained_tokens": sum(sample.num_trained_tokens for sample in samples),
+            "trained_tokens": sum(item.num_trained_tokens for item in items),
             "row_tokens": row_tokens,
             "loss": result.loss,
             "learning_rate": rate,
@@ -169,6 +175,7 @@ def _record(
             "tokens_per_s": row_tokens / seconds,
             "peak_bytes": peak_host_bytes() if allocated is None else allocated,
             "skipped": result.skipped,
+            **result.logged,
         }
     )
     job.progress.update(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,14 @@ from traceforge.models.load import locate_model
 from traceforge.samples.dataset import SampleSets, load_samples
 from traceforge.samples.mask_view import mask_segments
 from traceforge.samples.tokenizer import load_tokenizer
-from traceforge.samples.tokens import Sample
 from traceforge.training.attempt import Attempt
 from traceforge.training.checkpoint import check_continues, read_checkpoint, restore, save_checkpoint
 from traceforge.training.clock import Clock
-from traceforge.training.evaluation import fixed_sets
+from traceforge.training.evaluation import fixed_sets, without_trace
 from traceforge.training.interrupts import Interrupted, Stop, StopRequest
 from traceforge.training.loop import Job, measure, train
 from traceforge.training.measure import fingerprints
+from traceforge.training.methods import Item, method_of
 from traceforge.training.optimizer import build_optimizer
 from traceforge.training.order import UpdateOrder
 from traceforge.training.progress import RunProgress
@@ -95,7 +96,6 @@ def _carry_out(
     attempt: Attempt, recorder: RunRecorder, progress: RunProgress, extend: Path | None, stop: StopRequest
 ) -> None:
     config = attempt.config
-    checkpoint = None if extend is None else read_checkpoint(extend)
 
     attempt.stage = "revision_resolution"
     attempt.location = location = locate_model(config.model.name_or_path, config.model.revision)
@@ -105,59 +105,14 @@ def _carry_out(
     attempt.stage = "dataset_and_supervision"
     tokenizer = load_tokenizer(str(location.folder), template_file=config.model.template_file)
     attempt.sets = sets = load_samples(config.data, tokenizer, template_kwargs=config.model.template_kwargs)
-    fixed = fixed_sets(config, sets)
     recorder.write_manifest(_manifest(attempt))
-    recorder.write_samples(_mask_views(fixed, tokenizer))
+    recorder.write_samples(_mask_views(fixed_sets(config, sets), tokenizer))
     progress.say(_data_line(sets))
 
     attempt.stage = "model_loading_and_baseline"
-    attempt.model = model = load_language_model(config, location, attempt.device)
-    optimizer = build_optimizer(model.trainable(), config.optimizer)
-    scaler = torch.amp.GradScaler(attempt.device.type) if config.model.dtype == "float16" else None
-    torch.manual_seed(config.training.seed)
-    clock = Clock()
-    if checkpoint is not None:
-        check_continues(checkpoint, config, sets.statistics.train_ids_hash)
-        restore(checkpoint, model, optimizer, scaler)
-        clock = checkpoint.clock
-        attempt.baseline_name = f"update {clock.updates} of {extend}"
-        attempt.notes.append(f"goes on from {checkpoint.folder}")
-    attempt.start_fingerprints = fingerprints(model.trainable())
-    order = UpdateOrder(sets.train, samples_per_update=config.training.samples_per_update, seed=config.training.seed)
-    passes = None if config.training.updates is not None else (config.training.passes or 1)
-    total = config.training.updates or order.num_updates(passes or 1)
-    if clock.updates >= total:
-        raise ConfigError(
-            f"--extend: the run has made {clock.updates} updates, {total} are asked for",
-            hint=f"ask for more: --set training.updates={clock.updates + 10}",
-        )
-
-    def save() -> Path:
-        return save_checkpoint(
-            attempt.folder,
-            model,
-            optimizer,
-            clock,
-            config=config,
-            train_ids_hash=sets.statistics.train_ids_hash,
-            scaler=scaler,
-        )
-
-    attempt.job = job = Job(
-        config=config,
-        model=model,
-        optimizer=optimizer,
-        order=order,
-        sets=fixed,
-        passes=passes,
-        total_updates=total,
-        clock=clock,
-        recorder=recorder,
-        progress=progress,
-        save=save,
-        stop=stop,
-        scaler=scaler,
-    )
+    attempt.job = job = _load(attempt, sets, recorder, progress, extend)
+    job.stop = stop
+    job.save = save = partial(save_checkpoint, attempt.folder, job, train_ids_hash=sets.statistics.train_ids_hash)
     if config.evaluation.at_start:
         measure(job)
 
@@ -168,7 +123,7 @@ def _carry_out(
     if stop.number is not None:
         save()
         raise Interrupted(
-            f"stopped after update {clock.updates}; the state is saved",
+            f"stopped after update {job.clock.updates}; the state is saved",
             number=stop.number,
             hint=f"go on with the same run file and --extend {attempt.folder}",
         )
@@ -183,26 +138,67 @@ def _carry_out(
     _save_result(attempt)
 
 
+def _load(attempt: Attempt, sets: SampleSets, recorder: RunRecorder, progress: RunProgress, extend: Path | None) -> Job:
+    """Return the run ready to train: model, optimizer, order and clock, as new or as a checkpoint has them."""
+    config = attempt.config
+    assert attempt.location is not None
+    checkpoint = None if extend is None else read_checkpoint(extend)
+    if checkpoint is not None:
+        check_continues(checkpoint, config, sets.statistics.train_ids_hash)
+    attempt.model = model = load_language_model(config, attempt.location, attempt.device)
+    order = UpdateOrder(sets.train, items_per_update=config.items_per_update, seed=config.training.seed)
+    passes = None if config.training.updates is not None else (config.training.passes or 1)
+    job = Job(
+        config=config,
+        model=model,
+        optimizer=build_optimizer(model.trainable(), config.optimizer),
+        order=order,
+        sets=fixed_sets(config, sets),
+        passes=passes,
+        total_updates=config.training.updates or order.num_updates(passes or 1),
+        clock=Clock(),
+        recorder=recorder,
+        progress=progress,
+        method=method_of(config),
+        scaler=torch.amp.GradScaler(attempt.device.type) if config.model.dtype == "float16" else None,
+    )
+    torch.manual_seed(config.training.seed)
+    if checkpoint is not None:
+        restore(checkpoint, job)
+        attempt.baseline_name = f"update {job.clock.updates} of {extend}"
+        attempt.notes.append(f"goes on from {checkpoint.folder}")
+    if job.clock.updates >= job.total_updates:
+        raise ConfigError(
+            f"--extend: the run has made {job.clock.updates} updates, {job.total_updates} are asked for",
+            hint=f"ask for more: --set training.updates={job.clock.updates + 10}",
+        )
+    with without_trace(model.model):
+        items = [item for source in sets.train for item in source.samples] + list(sets.evaluation)
+        job.method.prepare(model, items, tokens_per_row=config.tokens_per_row)
+    attempt.start_fingerprints = fingerprints(model.trainable())
+    return job
+
+
 def _save_result(attempt: Attempt) -> None:
     assert attempt.model is not None
     assert attempt.location is not None
     name = "adapter" if attempt.config.adapter.kind == "lora" else "model"
-    folder, partial = attempt.folder / name, attempt.folder / f".partial-{name}"
+    folder, unfinished = attempt.folder / name, attempt.folder / f".partial-{name}"
     try:
         if name == "adapter":
             save_adapter(
-                attempt.model.model, partial, base=attempt.location.id, revision=attempt.location.resolved_commit
+                attempt.model.model, unfinished, base=attempt.location.id, revision=attempt.location.resolved_commit
             )
         else:
-            attempt.model.base.save_pretrained(str(partial))
+            attempt.model.base.save_pretrained(str(unfinished))
             for path in attempt.location.folder.glob("*token*"):
-                shutil.copy2(path, partial / path.name)
-        partial.rename(folder)
+                shutil.copy2(path, unfinished / path.name)
+        unfinished.rename(folder)
     except TraceForgeError:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
     except Exception as error:  # safetensors and torch wrap a full disk in errors of their own
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise StorageError(
             f"{folder}: could not be written: {error}", hint="free some disk space and extend the run by one update"
         ) from error
@@ -241,7 +237,7 @@ def _manifest(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def _mask_views(fixed: dict[str, tuple[Sample, ...]], tokenizer: Any) -> list[dict[str, Any]]:
+def _mask_views(fixed: dict[str, tuple[Item, ...]], tokenizer: Any) -> list[dict[str, Any]]:
     return [
         {
             "sample_id": sample.sample_id,
@@ -250,8 +246,9 @@ def _mask_views(fixed: dict[str, tuple[Sample, ...]], tokenizer: Any) -> list[di
             "trained_tokens": sample.num_trained_tokens,
             "segments": msgspec.to_builtins(mask_segments(sample, tokenizer)),
         }
-        for name, samples in fixed.items()
-        for sample in samples[: _SHOWN_SAMPLES[name]]
+        for name, items in fixed.items()
+        for item in items[: _SHOWN_SAMPLES[name]]
+        for sample in item.samples
     ]
 
 

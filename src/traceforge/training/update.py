@@ -10,16 +10,16 @@ without any changes nothing. A row is a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from traceforge.models.language_model import LanguageModel
-from traceforge.objectives.nll import weighted_nll
-from traceforge.samples.rows import Row
-from traceforge.samples.tokens import Sample
+from traceforge.training.methods import AnyRow, Item, Method, Sft
+
+SFT = Sft()
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,15 @@ class Update:
 
     Args:
         rows: what the model runs over, one micro-batch each.
-        num_samples: samples in them.
-        denominator: sum of the token weights of all samples.
+        num_samples: samples (or pairs) in them.
+        denominator: what the summed loss is divided by: token weights of all samples, or the number of pairs.
+        method: what the loss of a row is.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[AnyRow, ...]
     num_samples: int
     denominator: float
+    method: Method = SFT
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,19 @@ class UpdateResult:
         loss: weighted negative log-likelihood per unit of weight, in nats, before the update.
         gradient_norm: L2 norm over all trained parameters before clipping.
         skipped: the gradient was not finite and the weights were left alone.
+        logged: what the method logs beside the loss, as means over pairs.
     """
 
     loss: float
     gradient_norm: float
     skipped: bool
+    logged: Mapping[str, float] = field(default_factory=dict)
 
 
-def plan_update(model: LanguageModel, samples: Sequence[Sample], *, tokens_per_row: int) -> Update:
-    """Return the rows and the denominator of an update."""
-    rows = model.rows(tuple(samples), tokens_per_row=tokens_per_row)
-    return Update(tuple(rows), len(samples), math.fsum(sample.total_weight for sample in samples))
+def plan_update(model: LanguageModel, items: Sequence[Item], *, tokens_per_row: int, method: Method = SFT) -> Update:
+    """Return the rows and the denominator of an update of these samples or pairs."""
+    rows = method.rows(model, items, tokens_per_row=tokens_per_row)
+    return Update(tuple(rows), len(items), method.denominator(items), method)
 
 
 def backward(model: LanguageModel, update: Update, *, scaler: torch.amp.GradScaler | None = None) -> float:
@@ -63,16 +67,22 @@ def backward(model: LanguageModel, update: Update, *, scaler: torch.amp.GradScal
 
     With a scaler the gradient is multiplied by its scale, the returned loss is not.
     """
+    return _backward(model, update, scaler)["loss"]
+
+
+def _backward(model: LanguageModel, update: Update, scaler: torch.amp.GradScaler | None) -> dict[str, float]:
+    """Return the loss, and what the method logs, each divided by the denominator."""
     assert update.denominator > 0, "an update without a trained token is refused earlier"
-    losses = []
+    parts: dict[str, list[Tensor]] = {"loss": []}
     for row in update.rows:
         if row.total_weight == 0:
             continue  # nothing to learn here; it would add exactly zero
-        logp_N, weights_N = model.row_logprobs(row)
-        loss = weighted_nll(logp_N, weights_N) / update.denominator
+        found = update.method.row_loss(model, row)
+        loss = found.loss / update.denominator
         (loss if scaler is None else scaler.scale(loss)).backward()
-        losses.append(loss.detach())
-    return math.fsum(torch.stack(losses).double().tolist())
+        for name, value in (("loss", loss.detach()), *((n, v / update.denominator) for n, v in found.sums.items())):
+            parts.setdefault(name, []).append(value)
+    return {name: math.fsum(torch.stack(values).double().tolist()) for name, values in parts.items()}
 
 
 def apply_update(
@@ -87,7 +97,8 @@ def apply_update(
 
     Gradients are empty before and after.
     """
-    loss = backward(model, update, scaler=scaler)
+    logged = _backward(model, update, scaler)
+    loss = logged.pop("loss")
     if scaler is not None:
         scaler.unscale_(optimizer)
     norm = clip_gradient([parameter for _, parameter in model.trainable()], max_gradient_norm)
@@ -97,7 +108,7 @@ def apply_update(
     optimizer.zero_grad(set_to_none=True)
     if scaler is not None:
         scaler.update()
-    return UpdateResult(loss, norm, skipped=not finite)
+    return UpdateResult(loss, norm, skipped=not finite, logged=logged)
 
 
 def clip_gradient(parameters: Sequence[nn.Parameter], max_norm: float | None) -> float:

@@ -27,7 +27,7 @@ def source(groups: dict[str, int], weight: float = 1.0):
 
 
 def order(*sources, samples_per_update=4, seed=42):
-    return UpdateOrder(sources, samples_per_update=samples_per_update, seed=seed)
+    return UpdateOrder(sources, items_per_update=samples_per_update, seed=seed)
 
 
 def ids(update):
