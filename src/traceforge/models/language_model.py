@@ -114,12 +114,17 @@ class LanguageModel:
         return nullcontext()
 
     def _hidden(self, row: Row) -> Tensor:
-        assert self.layout != "plain" or len(row.paths) == 1, "the plain layout takes one sample a row"
-        layout = {} if self.layout == "plain" else {attention.LAYOUT_KEYWORD: self._layout_of(row)}
+        if self.layout == "plain":  # each tree is one path here, and runs alone
+            assert row.num_forks == 0, "the plain layout shares nothing"
+            return torch.cat([self._run(row, slice(path.start, path.stop), {}) for path in row.paths])
+        return self._run(row, slice(None), {attention.LAYOUT_KEYWORD: self._layout_of(row)})
+
+    def _run(self, row: Row, part: slice, layout: dict[str, Any]) -> Tensor:
+        """Return the hidden states [T, D] of a part of a row after the final norm."""
         with self.arithmetic():
             output = self.base.base_model(
-                input_ids=self._tensor(row.token_ids_T)[None],
-                position_ids=self._tensor(row.depths_T)[None],
+                input_ids=self._tensor(row.token_ids_T[part])[None],
+                position_ids=self._tensor(row.depths_T[part])[None],
                 use_cache=False,
                 **layout,
             )
