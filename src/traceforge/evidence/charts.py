@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from traceforge.evidence.summaries import FloatArray, Series
 
-Role = Literal["text", "grid", "train", "held_out", "update", "limit"]
+Role = Literal["text", "grid", "train", "held_out", "update", "limit", "chosen", "rejected"]
 Shape = Literal["half", "full", "strip"]
 
 _COLOURS: dict[Role, str] = {
@@ -31,6 +31,8 @@ _COLOURS: dict[Role, str] = {
     "held_out": "#010206",
     "update": "#010207",
     "limit": "#010208",
+    "chosen": "#010209",
+    "rejected": "#01020a",
 }
 _INCHES: dict[Shape, tuple[float, float]] = {"half": (4.7, 2.5), "full": (10.4, 3.3), "strip": (10.4, 2.3)}
 _LOG_ABOVE_RATIO = 50

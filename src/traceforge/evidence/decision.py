@@ -101,6 +101,7 @@ def decide(
     candidate: Losses,
     has_evaluation_set: bool,
     max_loss_increase: float,
+    unit: str = "nats per token",
 ) -> Verdict:
     """Return the decision, its level, its reasons in plain words (the strongest first) and the checks behind it.
 
@@ -122,9 +123,9 @@ def decide(
         reason = f"The run stopped at {failure.stage} with {failure.error_type}: {failure.message}"
         return Verdict(evidence_level="failed_real_attempt", decision="reject_until_fixed", decision_reasons=(reason,))
     findings = [
-        _training_loss_fell(baseline.train_loss, candidate.train_loss),
+        _training_loss_fell(baseline.train_loss, candidate.train_loss, unit),
         _evaluation_loss_finite(baseline.evaluation_loss, candidate.evaluation_loss, has_evaluation_set),
-        _evaluation_loss_within_limit(baseline.evaluation_loss, candidate.evaluation_loss, max_loss_increase),
+        _evaluation_loss_within_limit(baseline.evaluation_loss, candidate.evaluation_loss, max_loss_increase, unit),
     ]
     ranked = sorted(findings, key=lambda finding: _STRONGEST_FIRST.index(finding.severity))
     return Verdict(
@@ -135,7 +136,7 @@ def decide(
     )
 
 
-def _training_loss_fell(before: float | None, after: float | None) -> _Finding:
+def _training_loss_fell(before: float | None, after: float | None, unit: str) -> _Finding:
     def found(held: bool | None, severity: _Severity, reason: str) -> _Finding:
         return _Finding(Check(name="training_loss_fell", before=before, after=after, held=held), severity, reason)
 
@@ -145,7 +146,7 @@ def _training_loss_fell(before: float | None, after: float | None) -> _Finding:
         return found(None, "tune", f"There is no baseline to compare with: the training loss ended at {after:.4f}.")
     if not math.isfinite(before):
         return found(False, "reject", f"The training loss before training is {_say(before)}.")
-    change = f"from {before:.4f} to {after:.4f} nats per token"
+    change = f"from {before:.4f} to {after:.4f} {unit}"
     if after < before:
         return found(True, "accept_mechanism", f"The training loss fell {change}.")
     return found(False, "tune", f"The training loss did not fall: it went {change}.")
@@ -164,7 +165,7 @@ def _evaluation_loss_finite(before: float | None, after: float | None, has_evalu
     return found(True, "accept_mechanism", None)
 
 
-def _evaluation_loss_within_limit(before: float | None, after: float | None, limit: float) -> _Finding:
+def _evaluation_loss_within_limit(before: float | None, after: float | None, limit: float, unit: str) -> _Finding:
     def found(held: bool | None, severity: _Severity, reason: str | None) -> _Finding:
         check = Check(name="evaluation_loss_within_limit", before=before, after=after, limit=limit, held=held)
         return _Finding(check, severity, reason)
@@ -175,7 +176,7 @@ def _evaluation_loss_within_limit(before: float | None, after: float | None, lim
         return found(None, "tune", f"There is no held-out baseline to compare with: it ended at {after:.4f}.")
     if not math.isfinite(before):
         return found(None, "tune", None)
-    numbers = f"{after - before:+.4f} nats per token, {before:.4f} to {after:.4f}; the gate allows {limit:+.4f}"
+    numbers = f"{after - before:+.4f} {unit}, {before:.4f} to {after:.4f}; the gate allows {limit:+.4f}"
     if after > before + limit:
         return found(False, "reject", f"The held-out loss rose past its gate ({numbers}).")
     return found(True, "accept_mechanism", f"The held-out loss stayed within its gate ({numbers}).")

@@ -112,6 +112,72 @@ def memory_figure(run: RunRecord, *, where: str) -> PageFigure | None:
     return PageFigure("memory", "Peak memory", draw(chart, "half"), " ".join(caption), wide=draw(chart, "strip"))
 
 
+def margin_figure(run: RunRecord) -> PageFigure | None:
+    """Return the reward margin of each update's pairs and of both fixed sets."""
+    return _course_figure(
+        run, "margin", "Reward margin", "reward", lambda line: line.margin, "Chosen reward less rejected reward."
+    )
+
+
+def accuracy_figure(run: RunRecord) -> PageFigure | None:
+    """Return the share of pairs whose chosen side scores higher, for each update and both fixed sets."""
+    return _course_figure(
+        run, "accuracy", "Preference accuracy", "share of pairs", lambda line: line.accuracy,
+        "Pairs whose chosen side has the higher reward. 0.5 is chance.",
+    )  # fmt: skip
+
+
+def sides_figure(run: RunRecord) -> PageFigure | None:
+    """Return the mean log-probability of both sides of the held-out pairs, or of the training pairs without such."""
+    name = "evaluation" if any(line.set == "evaluation" for line in run.evaluations) else "train"
+    lines = [line for line in run.evaluations if line.set == name]
+    measured_at = [line.update for line in lines]
+    chosen = series(measured_at, [line.chosen_logp for line in lines])
+    rejected = series(measured_at, [line.rejected_logp for line in lines])
+    if not (chosen.has_values and rejected.has_values):
+        return None
+    chart = Chart(
+        "sides",
+        "nats per trained token",
+        (Line("chosen", chosen, "o", strong=True), Line("rejected", rejected, "s", strong=True)),
+        from_zero=False,
+    )
+    legend = (LegendEntry("chosen", "circle", "chosen side"), LegendEntry("rejected", "square", "rejected side"))
+    which = "held-out" if name == "evaluation" else "training"
+    caption = f"Mean log-probability of the {which} pairs, length-normalised. The axis does not start at 0."
+    return PageFigure("sides", "Both sides", draw(chart, "half"), caption, legend)
+
+
+def _course_figure(
+    run: RunRecord,
+    name: str,
+    title: str,
+    label: str,
+    value: Callable[[UpdateLine | EvaluationLine], float | None],
+    caption: str,
+) -> PageFigure | None:
+    """Return a quantity against updates: of each update, and of both fixed sets."""
+    updates = _update_series(run, value)
+    sets = {
+        each: series(
+            [line.update for line in run.evaluations if line.set == each],
+            [value(line) for line in run.evaluations if line.set == each],
+        )
+        for each in ("train", "evaluation")
+    }
+    candidates: list[tuple[Line, LegendEntry]] = [
+        (Line("update", updates), LegendEntry("update", "thin", "each update's pairs")),
+        (Line("train", sets["train"], "o", strong=True), LegendEntry("train", "circle", "fixed training pairs")),
+        (Line("held_out", sets["evaluation"], "s", strong=True), LegendEntry("held_out", "square", "held-out pairs")),
+    ]
+    present = [(line, entry) for line, entry in candidates if line.series.has_values]
+    if not present:
+        return None
+    chart = Chart(name, label, tuple(line for line, _ in present), from_zero=False)
+    words = " ".join([caption, *_notes(updates)])
+    return PageFigure(name, title, draw(chart, "half"), words, tuple(entry for _, entry in present))
+
+
 def _update_series(run: RunRecord, value: Callable[[UpdateLine], float | None]) -> Series:
     lines = run.applied_updates
     return series([line.update for line in lines], [value(line) for line in lines])

@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, TypedDict
 
+import msgspec
+
 from traceforge.errors import StorageError
 from traceforge.evidence.run_record import EvaluationLine, RunRecord, UpdateLine, load_run
 from traceforge.evidence.schema import Evidence
@@ -25,8 +27,10 @@ from traceforge.evidence.storage import LineFile, encode, finite_or_null, storag
 
 __all__ = ["EvaluationLine", "RunRecord", "RunRecorder", "SampleView", "UpdateLine", "create_run_folder", "load_run"]
 
-UPDATE_FIELDS = frozenset(UpdateLine.__struct_fields__)
-EVALUATION_FIELDS = frozenset(EvaluationLine.__struct_fields__)
+UPDATE_FIELDS, EVALUATION_FIELDS = (
+    frozenset(field.name for field in msgspec.structs.fields(line) if field.required)
+    for line in (UpdateLine, EvaluationLine)
+)
 
 _RESERVE_BYTES = 1 << 20
 _RESERVE_NAME = ".reserve-for-evidence"

@@ -69,6 +69,9 @@ def _page(run: RunRecord) -> dict[str, Any]:
         "gradient_norm": figures.gradient_norm_figure(run),
         "seconds": figures.seconds_figure(run, median=summary.median_s),
         "memory": figures.memory_figure(run, where=device),
+        "accuracy": figures.accuracy_figure(run),
+        "margin": figures.margin_figure(run),
+        "sides": figures.sides_figure(run),
     }
     evaluations = verdict_views.evaluation_rows(run.evaluations)
     return {
@@ -82,6 +85,7 @@ def _page(run: RunRecord) -> dict[str, Any]:
         "figures": drawn,
         "summary": summary,
         "evaluations": evaluations,
+        "preference_rows": verdict_views.preference_rows(run.evaluations),
         "shown_evaluations": verdict_views.thinned(evaluations),
         "dataset": views.dataset_view(run.manifest),
         "masks": mask_views(run.samples),

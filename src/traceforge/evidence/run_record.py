@@ -21,7 +21,24 @@ from traceforge.evidence.schema import SCHEMA_VERSION, Evidence
 RUN_FILES = ("run.json", "manifest.json", "updates.jsonl", "evaluations.jsonl", "samples.json", "evidence.json")
 
 
-class UpdateLine(msgspec.Struct, frozen=True):
+class PreferenceMeans(msgspec.Struct, frozen=True, kw_only=True):
+    """What preference objectives log beside the loss, as means over pairs; None in an SFT run."""
+
+    margin: float | None = None
+    """Chosen reward less rejected reward."""
+    accuracy: float | None = None
+    """Share of the pairs whose margin is above 0."""
+    chosen_logp: float | None = None
+    """Mean log-probability per trained token of the chosen side, in nats."""
+    rejected_logp: float | None = None
+    chosen_length: float | None = None
+    """Trained tokens (their weights) of the chosen side."""
+    rejected_length: float | None = None
+    chosen_reward: float | None = None
+    rejected_reward: float | None = None
+
+
+class UpdateLine(PreferenceMeans, frozen=True):
     """One line of updates.jsonl. None = the number was not finite (or, for `peak_bytes`, not measured)."""
 
     update: int
@@ -39,7 +56,7 @@ class UpdateLine(msgspec.Struct, frozen=True):
     skipped: bool
 
 
-class EvaluationLine(msgspec.Struct, frozen=True):
+class EvaluationLine(PreferenceMeans, frozen=True):
     """One line of evaluations.jsonl. `update` 0 is before the first update; `set` is `train` or `evaluation`."""
 
     update: int

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from traceforge.evidence.formats import NOT_RECORDED, change, change_percent, loss, perplexity
+from traceforge.evidence.formats import NOT_RECORDED, change, change_percent, integer, loss, perplexity
 from traceforge.evidence.run_record import EvaluationLine, RunRecord
 from traceforge.evidence.schema import CheckName, Decision, Evidence, Stage
 
@@ -190,6 +190,28 @@ def evaluation_rows(evaluations: Sequence[EvaluationLine]) -> list[EvaluationRow
         EvaluationRow(update, lines.get("train"), lines.get("evaluation"))
         for update, lines in sorted(by_update.items())
     ]
+
+
+class PreferenceRow(NamedTuple):
+    """One set at one moment: accuracy, margin, log-probabilities and lengths of both sides, as they are shown."""
+
+    label: str
+    when: str
+    values: tuple[str, ...]
+
+
+def preference_rows(evaluations: Sequence[EvaluationLine]) -> list[PreferenceRow]:
+    """Return each set's first and last measurement; none in an SFT run."""
+    rows = []
+    for name, label in (("train", "Training"), ("evaluation", "Held-out")):
+        lines = [line for line in evaluations if line.set == name and line.margin is not None]
+        for line in lines[:1] + lines[1:][-1:]:
+            when = "before the first update" if line.update == 0 else f"after update {integer(line.update)}"
+            numbers = (line.margin, line.chosen_logp, line.rejected_logp, line.chosen_length, line.rejected_length)
+            margin, *rest = (NOT_RECORDED if number is None else f"{number:,.4g}" for number in numbers)
+            accuracy = NOT_RECORDED if line.accuracy is None else f"{line.accuracy:.0%}"
+            rows.append(PreferenceRow(label, when, (accuracy, margin, *rest)))
+    return rows
 
 
 def thinned(rows: Sequence[EvaluationRow]) -> list[EvaluationRow]:

@@ -106,6 +106,9 @@ def dataset_statistics() -> dict[str, Any]:
         "dataset_id": "runs/demo/samples", "requested_revision": None, "resolved_commit": None,
         "resolution_source": "local_hash", "content_hash": SHA, "selection_seed": 42, "train_ids_hash": SHA,
         "evaluation_ids_hash": SHA[::-1], "train": train,
+        "train_trees": {
+            "group": "trajectory", "sample_tokens": 214_870, "tree_tokens": 21_036, "trees": 3, "forks": 83,
+        },
         "evaluation": {
             **train, "samples": 19, "tasks": 1, "trajectories": 1, "tokens_total": 45_100, "trained_tokens": 2_410,
             "cuts": {}, "cut_samples": 0,
@@ -209,7 +212,9 @@ def evidence(
         techniques=Techniques() if dry_run else Techniques(
             attention=Attention(requested="auto", effective="tree (cpu SDPA pieces)", reason="self-test held"),
             quantization=Quantization(requested="none", quantized_modules=0, quantized_bytes=0),
-            packing=Packing(rows=171, row_tokens=571_000, mean_samples_per_row=1.61),
+            packing=Packing(
+                rows=171, row_tokens=571_000, sample_tokens=5_139_000, forks=402, mean_samples_per_row=1.61
+            ),
             recompute_layers=False, logits_chunk_tokens=512, loss_scaling=False,
         ),
         monitor=Monitor(reason="no GPU was used"),

@@ -14,7 +14,8 @@ from example_runs import config, dry_run, evidence, failed_run, finished_run, sa
 from traceforge.errors import InputError
 from traceforge.evidence.recorder import RunRecorder
 from traceforge.evidence.report import write_report
-from traceforge.evidence.schema import Candidate, Failure, Losses
+from traceforge.evidence.schema import Candidate, Failure, Losses, Packing, Techniques
+from traceforge.evidence.views import technique_facts
 
 VOID = {"meta", "link", "br", "hr", "img", "input", "path", "use", "circle", "rect"}
 LOADING = {"src", "href", "xlink:href", "srcset", "data", "action", "poster", "background"}
@@ -182,6 +183,29 @@ def test_the_numbers_of_the_run_stand_in_the_page(tmp_path: Path) -> None:
     assert "observation_shortened Training 41" in words
     assert "5f2c1e0b7a9d4c3e8f6a1b2c3d4e5f60718293a4b5c6d7e8f90a1b2c3d4e5f60" in words
     assert "not recorded" not in words.split("Made by TraceForge")[0]
+
+
+def test_the_page_says_what_shared_prefixes_save_and_what_was_computed(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    words = page(run).words
+    assert (
+        "Shared prefixes of the training samples: 214,870 tokens one by one, 21,036 in trees (10.2-fold), 83 forks, "
+        "a tree for each trajectory."
+    ) in words
+    assert "shared prefixes 5,139,000 tokens one by one, 571,000 in trees (9.0-fold), 402 forks" in words
+    assert "171 rows, 571,000 tokens computed, 1.61 samples a row" in words
+    manifest = json.loads((run / "manifest.json").read_text())
+    del manifest["dataset"]["train_trees"]
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    assert "Shared prefixes of" not in page(run).words
+
+
+def test_a_run_that_shares_nothing_says_so() -> None:
+    packing = Packing(rows=7, row_tokens=900, sample_tokens=900, forks=0)
+    facts = dict(technique_facts(Techniques(packing=packing)))
+    assert facts["shared prefixes"] == "nothing shared: 900 tokens"
+    older = dict(technique_facts(Techniques(packing=Packing(rows=7, row_tokens=900))))
+    assert older == {"packing": "7 rows, 900 tokens computed"}
 
 
 def test_a_failed_run_shows_stage_error_and_way_out_first(tmp_path: Path) -> None:
