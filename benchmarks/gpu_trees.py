@@ -200,7 +200,10 @@ def measure(
     kernels = model.effective_attention()
     choose_layout(model, "plain")
     timed_update(model, samples[:2], row_tokens)
-    plain = [timed_update(model, samples, row_tokens) for _ in range(2 if one_by_one < 250_000 and block_sparse_allowed else 1)]
+    plain = [
+        timed_update(model, samples, row_tokens)
+        for _ in range(2 if one_by_one < 250_000 and block_sparse_allowed else 1)
+    ]
     tree_s, plain_s = (statistics.median(each[0] for each in runs) for runs in (tree, plain))
     (row,) = build_rows(samples, tokens_per_row=row_tokens)
     return {

@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "data" / "cli"
-COMMANDS = ("", "demo", "ingest", "build", "build sft", "inspect", "train", "evaluate", "report", "version")
+COMMANDS = (
+    "", "demo", "ingest", "build", "build sft", "build pairs", "inspect", "train", "evaluate", "report", "version",
+)  # fmt: skip
 
 
 def page_file(command: str) -> Path:

@@ -104,6 +104,65 @@ def build_sft(
     _print(summary.as_dict(), as_json=as_json, text=summary.describe())
 
 
+@build_app.command("pairs")
+def build_pairs(  # noqa: PLR0913 - one parameter per option
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for pairs.jsonl and manifest.json.")],
+    source: Annotated[
+        Path | None,
+        typer.Argument(metavar="[ROWS]", help="Preference rows (.jsonl, .json); with --pair, the ingest folder."),
+    ] = None,
+    explicit: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pair",
+            metavar="A|B",
+            help="Prefer trajectory or turn (ID#TURN) A to B; or a file with one pair a line. Repeatable.",
+        ),
+    ] = None,
+    expand: Annotated[
+        str | None, typer.Option("--as", metavar="trl", help="Also write standard preference rows.")
+    ] = None,
+    synthetic: Annotated[
+        int | None, typer.Option("--synthetic", metavar="N", min=1, help="Make N pairs of random words for trials.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Of synthetic pairs.")] = 1536,
+    reply_tokens: Annotated[int, typer.Option("--reply-tokens", help="Of synthetic pairs.")] = 128,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help="Make synthetic lengths exact for its tokenizer.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of synthetic words.")] = 0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Build preference pairs from rows, or from pairs of trajectories or turns."""
+    _state["debug"] = debug
+    from traceforge.samples.pair_build import build_pairs as run_build
+    from traceforge.samples.synthetic_pairs import build_synthetic_pairs
+    from traceforge.samples.tokenizer import load_tokenizer
+
+    if expand not in {None, "trl"}:
+        raise UsageError(f"--as {expand}: the only other form is trl")
+    if (source is None) == (synthetic is None):
+        raise UsageError("build pairs needs ROWS, or --synthetic N, and not both")
+    if source is not None:
+        if model is not None:
+            raise UsageError("--model is for --synthetic: pairs of real rows are built without a model")
+        summary = run_build(source, output, explicit=tuple(explicit or ()), as_trl=expand == "trl")
+    else:
+        assert synthetic is not None
+        if explicit or expand:
+            raise UsageError("--pair and --as are for real pairs, not for --synthetic")
+        summary = build_synthetic_pairs(
+            output,
+            pairs=synthetic,
+            prompt_tokens=prompt_tokens,
+            reply_tokens=reply_tokens,
+            seed=seed,
+            tokenizer=None if model is None else load_tokenizer(model),
+        )
+    _print(summary.as_dict(), as_json=as_json, text=summary.describe())
+
+
 @app.command()
 def inspect(  # noqa: PLR0913 - one parameter per option
     dataset: Annotated[

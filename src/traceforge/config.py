@@ -229,6 +229,20 @@ class MemorySettings(_Section):
     """Trained positions whose logits exist at one time."""
 
 
+class ParallelSettings(_Section):
+    """`[parallel]`: how ranks work together, when there are several (`--ranks`, `--gpus`, torchrun)."""
+
+    pairs: Literal["shared_prefix", "branch_parallel"] = "shared_prefix"
+    """Preference objectives. `shared_prefix`: a pair is one tree on one rank. `branch_parallel`: its two branches live
+    on two ranks, which exchange their scores."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """`auto`: NCCL where each rank has a GPU of its own, else gloo."""
+    shared_device: bool = False
+    """Allow several ranks on one GPU. Slower than one rank there: for trials."""
+    exchange_timeout_s: float = Field(1800.0, gt=0)
+    """How long a rank waits for the others before it gives up. A rank that died ends the run at once."""
+
+
 class CheckpointSettings(_Section):
     """`[checkpoint]`: what a finished run can be extended from."""
 
@@ -256,6 +270,7 @@ class RunConfig(_Section):
     training: TrainingSettings = TrainingSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     memory: MemorySettings = MemorySettings()
+    parallel: ParallelSettings = ParallelSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     evidence: EvidenceSettings = EvidenceSettings()
     output_dir: Path = Path("runs")
@@ -287,6 +302,10 @@ class RunConfig(_Section):
             )
         if self.adapter.kind == "none" and self.adapter.init is not None:
             raise ValueError("adapter.init needs adapter.kind = 'lora'")
+        if self.objective.method == "sft" and self.parallel.pairs == "branch_parallel":
+            raise ValueError(
+                "parallel.pairs = 'branch_parallel' needs a preference objective, objective.method is 'sft'"
+            )
         if self.objective.method == "sft" and self.training.pairs_per_update is not None:
             raise ValueError("training.pairs_per_update needs a preference objective, objective.method is 'sft'")
         return self

@@ -64,6 +64,14 @@ class EvaluationError(TraceForgeError, RuntimeError):
     """An evaluation set has no trained token, or its loss cannot be formed."""
 
 
+class RankError(TraceForgeError, RuntimeError):
+    """A rank could not be started, could not meet the others, or ended; the message names it."""
+
+
+class RankLostError(RankError):
+    """This rank is well, but another one ended or did not take part in an exchange: a consequence, not a cause."""
+
+
 class DisagreementError(TraceForgeError, RuntimeError):
     """Two ways of computing the same thing differ, or a gate did not hold."""
 

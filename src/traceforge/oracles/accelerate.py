@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from traceforge.config import OptimizerSettings, ScheduleSettings
 from traceforge.oracles.trace import (
     TrainingTrace,
-    WeightWatch,
     alone,
-    check_comparable,
+    check_samples,
+    check_settings,
     labels,
     network_for_oracle,
     require,
 )
+from traceforge.oracles.watch import RunWatch
 from traceforge.samples.tokens import Sample
 
 PATH = "accelerate.Accelerator.accumulate"
@@ -47,10 +48,11 @@ def accelerate_sft(
         schedule: without warm-up.
 
     Raises:
-        UsageError: accelerate is missing, or see `check_comparable` and `network_for_oracle`.
+        UsageError: accelerate is missing, or see `check_samples`, `check_settings` and `network_for_oracle`.
     """
     require("accelerate")
-    check_comparable([sample for samples in passes for sample in samples], optimizer, schedule)
+    check_samples([sample for samples in passes for sample in samples])
+    check_settings(optimizer, schedule)
     trained = network_for_oracle(network).train()
     with alone():
         return _train(trained, passes, samples_per_update, optimizer, schedule)
@@ -74,7 +76,7 @@ def _train(
     model, prepared, scheduler = accelerator.prepare(
         network, adamw, get_scheduler(schedule.kind, adamw, num_warmup_steps=0, num_training_steps=total_updates)
     )
-    watch = WeightWatch(network)
+    watch = RunWatch(network)
     losses, rates, norms, sizes = [], [], [], []
     for samples, denominators in zip(passes, (_denominators(each) for each in windows), strict=True):
         window_loss, window_size = 0.0, 0
@@ -82,6 +84,8 @@ def _train(
             torch.utils.data.DataLoader(list(samples), batch_size=1, shuffle=False, collate_fn=_one_sample)
         )
         for (ids_1S, labels_1S), denominator in zip(loader, denominators, strict=True):
+            if not window_size:
+                watch.update_begins()
             with accelerator.accumulate(model):
                 loss = _loss_sum(model, ids_1S, labels_1S) / denominator
                 accelerator.backward(loss * samples_per_update)
@@ -89,6 +93,7 @@ def _train(
                 if accelerator.sync_gradients:
                     norms.append(float(accelerator.clip_grad_norm_(model.parameters(), _limit(settings))))
                     rates.append(float(adamw.param_groups[0]["lr"]))
+                    watch.gradient_ready()
                 prepared.step()
                 scheduler.step()
                 prepared.zero_grad()
@@ -99,17 +104,15 @@ def _train(
             losses.append(window_loss)
             sizes.append(window_size)
             window_loss, window_size = 0.0, 0
-    return TrainingTrace(
+    return TrainingTrace.of(
+        watch,
         framework="accelerate",
         path=PATH,
         losses=tuple(losses),
         learning_rates=tuple(rates),
         gradient_norms=tuple(norms),
         samples_per_update=tuple(sizes),
-        early_changes=watch.early_changes,
         scheduler_count=int(scheduler.scheduler.last_epoch),
-        weights_before=watch.before,
-        weights_after=tuple(watch.after),
     )
 
 

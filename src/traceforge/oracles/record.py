@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -11,9 +11,28 @@ from typing import Any, Literal
 from torch import Tensor
 
 from traceforge import __version__
-from traceforge.oracles.trace import TrainingTrace, Weights, versions
+from traceforge.oracles.trace import TrainingTrace, versions
+from traceforge.oracles.watch import Weights
 
 CHECK_KIND = "framework_conformance"
+
+_SHOWN_OF_BOTH = (
+    "losses",
+    "learning_rates",
+    "gradient_norms",
+    "samples_per_update",
+    "scheduler_count",
+    "early_changes",
+    "logged",
+    "seconds",
+    "peak_bytes",
+)
+_PREFERENCE_FIGURES = (
+    "worst_loss_difference_relative_to_reward",
+    "worst_log_prob_difference_nats",
+    "worst_reward_difference_relative",
+    "worst_accuracy_difference",
+)
 
 
 @dataclass(frozen=True)
@@ -25,11 +44,19 @@ class Tolerances:
     """
 
     loss_nats: float = 1e-5
-    """Largest difference of an update's loss."""
-    weight_change_relative_l2: float = 1e-3
-    """Largest |ours - theirs| / |theirs| over the change of every trained tensor since the start, at every update."""
+    """SFT: largest difference of an update's loss."""
+    loss_relative_to_reward: float = 1e-6
+    """Preference: the same, relative to the larger of the loss and the rewards, whose difference it is made of."""
+    log_prob_nats: float = 1e-5
+    """Preference: largest difference of a side's mean log-probability."""
+    reward_relative: float = 1e-6
+    """Preference: largest difference of a reward or margin, relative to the larger of the two rewards."""
+    gradient_relative_l2: float = 1e-4
+    """Largest |ours - theirs| / |theirs| over the gradient of the first update, all trained tensors as one vector."""
     gradient_norm_relative: float = 1e-4
     """Largest relative difference of an update's gradient norm."""
+    weight_change_relative_l2: float = 1e-3
+    """Largest |ours - theirs| / |theirs| over the change of every trained tensor since the start, at every update."""
     learning_rate_relative: float = 1e-9
     """Largest relative difference of an update's learning rate: the same formula in double precision."""
 
@@ -71,21 +98,19 @@ def compare_traces(
     """Return the record of comparing our run with the oracle's, update by update.
 
     Changes of the weights since the start are compared, not the weights: a weight that hardly moves would agree with
-    anything.
+    anything. Preference runs are compared by their log-probabilities, rewards and accuracy too.
     """
     allowed = tolerances or Tolerances()
     worst, worst_where = _worst_change(ours, theirs)
     figures: dict[str, Any] = {
+        name: {"ours": getattr(ours, name), "theirs": getattr(theirs, name)} for name in _SHOWN_OF_BOTH
+    }
+    figures |= {
         "updates": {"ours": ours.num_updates, "theirs": theirs.num_updates},
-        "samples_per_update": {"ours": list(ours.samples_per_update), "theirs": list(theirs.samples_per_update)},
-        "scheduler_count": {"ours": ours.scheduler_count, "theirs": theirs.scheduler_count},
-        "early_changes": {"ours": ours.early_changes, "theirs": theirs.early_changes},
-        "losses": {"ours": list(ours.losses), "theirs": list(theirs.losses)},
-        "learning_rates": {"ours": list(ours.learning_rates), "theirs": list(theirs.learning_rates)},
-        "gradient_norms": {"ours": list(ours.gradient_norms), "theirs": list(theirs.gradient_norms)},
         "worst_loss_difference_nats": _largest(ours.losses, theirs.losses, relative=False),
         "worst_gradient_norm_difference": _largest(ours.gradient_norms, theirs.gradient_norms, relative=True),
         "worst_learning_rate_difference": _largest(ours.learning_rates, theirs.learning_rates, relative=True),
+        "first_gradient_relative_l2": _vector_difference(ours.first_gradient, theirs.first_gradient),
         "worst_weight_change_relative_l2": worst,
         "worst_weight_change_at": worst_where,
         "trained_tensors": len(ours.weights_before),
@@ -97,11 +122,21 @@ def compare_traces(
         "no_change_inside_an_update": ours.early_changes == theirs.early_changes == 0,
         "every_update_changed_the_weights": _always_moved(ours) and _always_moved(theirs),
         "scheduler_count": ours.scheduler_count == theirs.scheduler_count,
-        "losses": figures["worst_loss_difference_nats"] <= allowed.loss_nats,
+        "gradients": figures["first_gradient_relative_l2"] <= allowed.gradient_relative_l2,
         "gradient_norms": figures["worst_gradient_norm_difference"] <= allowed.gradient_norm_relative,
         "learning_rates": figures["worst_learning_rate_difference"] <= allowed.learning_rate_relative,
         "weight_changes": worst <= allowed.weight_change_relative_l2,
     }
+    if ours.logged or theirs.logged:
+        figures |= preference_differences(ours, theirs)
+        checks |= {
+            "losses": figures["worst_loss_difference_relative_to_reward"] <= allowed.loss_relative_to_reward,
+            "log_probs": figures["worst_log_prob_difference_nats"] <= allowed.log_prob_nats,
+            "rewards": figures["worst_reward_difference_relative"] <= allowed.reward_relative,
+            "accuracy": figures["worst_accuracy_difference"] == 0,
+        }
+    else:
+        checks["losses"] = figures["worst_loss_difference_nats"] <= allowed.loss_nats
     return ConformanceRecord(
         status="passed" if all(checks.values()) else "failed",
         versions={"traceforge": __version__, **versions()},
@@ -110,6 +145,37 @@ def compare_traces(
         figures=figures,
         tolerances=asdict(allowed),
     )
+
+
+def preference_differences(ours: TrainingTrace, theirs: TrainingTrace) -> dict[str, float]:
+    """Return the largest differences of log-probabilities, rewards, accuracy and loss over all updates."""
+    if not len(ours.logged) == len(theirs.logged) == len(ours.losses) == len(theirs.losses):
+        return dict.fromkeys(_PREFERENCE_FIGURES, math.inf)
+    found: dict[str, list[float]] = {name: [] for name in _PREFERENCE_FIGURES}
+    for mine, other, my_loss, other_loss in zip(ours.logged, theirs.logged, ours.losses, theirs.losses, strict=True):
+        differences = {name: abs(mine[name] - other[name]) for name in other}
+        found["worst_log_prob_difference_nats"] += [differences["chosen_logp"], differences["rejected_logp"]]
+        found["worst_reward_difference_relative"] += [
+            differences[name] / reward_size(other) for name in ("chosen_reward", "rejected_reward", "margin")
+        ]
+        found["worst_accuracy_difference"].append(round(differences["accuracy"], 6))  # a share, held in float32
+        found["worst_loss_difference_relative_to_reward"].append(abs(my_loss - other_loss) / loss_size(other_loss, other))
+    return {name: math.inf if any(map(math.isnan, each)) else max(each) for name, each in found.items()}
+
+
+def reward_size(logged: Mapping[str, float]) -> float:
+    """Return what differences of rewards and margins are measured against: the larger reward.
+
+    A margin is a difference of two rewards, which may nearly cancel: what is left is as uncertain as they are.
+    """
+    return max(abs(logged["chosen_reward"]), abs(logged["rejected_reward"])) or 1.0
+
+
+def loss_size(loss: float, logged: Mapping[str, float] | None) -> float:
+    """Return what a difference of losses is measured against: 1 nat for SFT; for pairs the loss, or the rewards that
+    it is made of if they are larger.
+    """
+    return 1.0 if logged is None else max(abs(loss), reward_size(logged))
 
 
 def relative_l2(found: Tensor, wanted: Tensor) -> float:
@@ -138,6 +204,20 @@ def _worst_change(ours: TrainingTrace, theirs: TrainingTrace) -> tuple[float, st
             if difference > worst:
                 worst, where = difference, f"update {number}, {name}"
     return worst, where
+
+
+def _vector_difference(ours: Weights, theirs: Weights) -> float:
+    """Return the relative L2 difference of all tensors as one vector."""
+    if ours.keys() != theirs.keys() or not ours:
+        return math.inf
+    squares = [
+        (float((ours[name].double() - wanted.double()).square().sum()), float(wanted.double().square().sum()))
+        for name, wanted in theirs.items()
+    ]
+    difference, size = (math.sqrt(sum(each)) for each in zip(*squares, strict=True))
+    if difference == 0:
+        return 0.0
+    return difference / size if math.isfinite(difference) and math.isfinite(size) and size > 0 else math.inf
 
 
 def _largest(ours: Sequence[float], theirs: Sequence[float], *, relative: bool) -> float:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import copy
 import importlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from traceforge.config import OptimizerSettings, ScheduleSettings
 from traceforge.errors import UsageError
+from traceforge.oracles.watch import RunWatch, Weights
 from traceforge.samples.tokens import Sample
 
-Weights = dict[str, Tensor]
+LOGGED = ("chosen_logp", "rejected_logp", "chosen_reward", "rejected_reward", "margin", "accuracy")
+"""What is compared of preference pairs beside their loss, under the names of `updates.jsonl`."""
 
 _PACKAGES = ("accelerate", "peft", "torch", "transformers", "trl")
 
@@ -32,14 +34,18 @@ class TrainingTrace:
     Args:
         framework: `traceforge`, `trl` or `accelerate`.
         path: dotted name of what made the updates.
-        losses: token-weighted loss of each update in nats, before it.
+        losses: loss of each update in nats, before it: token-weighted, or the mean over preference pairs.
         learning_rates: learning rate that each update used.
         gradient_norms: L2 norm of each update's gradient before clipping.
-        samples_per_update: samples in each update.
+        samples_per_update: samples (or pairs) in each update.
         early_changes: micro-batches inside an update that did not end it and yet found changed weights.
         scheduler_count: how often the schedule moved on.
         weights_before: trained weights by name, before the first update.
         weights_after: the same after each update.
+        first_gradient: gradient that the optimizer was given in the first update, after clipping, by name.
+        seconds: what each update took, without the watching.
+        peak_bytes: largest growth of memory since the first update began; None if the system does not tell.
+        logged: for preference pairs, means over the pairs of each update: `LOGGED`.
     """
 
     framework: str
@@ -52,45 +58,28 @@ class TrainingTrace:
     scheduler_count: int
     weights_before: Weights
     weights_after: tuple[Weights, ...]
+    first_gradient: Weights
+    seconds: tuple[float, ...]
+    peak_bytes: int | None
+    logged: tuple[Mapping[str, float], ...] = ()
 
     @property
     def num_updates(self) -> int:
         """Updates that were made."""
         return len(self.weights_after)
 
-
-@dataclass
-class WeightWatch:
-    """Follows the trained weights of a network through a run.
-
-    Cost: one copy of the trained weights per update, one comparison per micro-batch.
-    """
-
-    network: nn.Module
-    early_changes: int = 0
-    after: list[Weights] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.before = trained_weights(self.network)
-
-    def inside_update(self) -> None:
-        """Note whether the weights still are what the last update left."""
-        last = self.after[-1] if self.after else self.before
-        now = trained_weights(self.network)
-        self.early_changes += any(not torch.equal(now[name], last[name]) for name in last)
-
-    def update_done(self) -> None:
-        """Keep the weights of a finished update."""
-        self.after.append(trained_weights(self.network))
-
-
-def trained_weights(network: nn.Module) -> Weights:
-    """Return a copy of every trained parameter by name, on the CPU."""
-    return {
-        name: parameter.detach().to("cpu", copy=True)
-        for name, parameter in network.named_parameters()
-        if parameter.requires_grad
-    }
+    @classmethod
+    def of(cls, watch: RunWatch, **figures: Any) -> TrainingTrace:
+        """Return the trace of a watched run; `figures` are the fields that the watch does not know."""
+        return cls(
+            early_changes=watch.early_changes,
+            weights_before=watch.before,
+            weights_after=tuple(watch.after),
+            first_gradient=watch.first_gradient,
+            seconds=tuple(watch.seconds),
+            peak_bytes=watch.peak_bytes(),
+            **figures,
+        )
 
 
 def network_for_oracle(network: nn.Module) -> nn.Module:
@@ -121,11 +110,11 @@ def network_for_oracle(network: nn.Module) -> nn.Module:
     return fresh
 
 
-def check_comparable(samples: Sequence[Sample], optimizer: OptimizerSettings, schedule: ScheduleSettings) -> None:
-    """Refuse what the standard trainers have no word for.
+def check_samples(samples: Sequence[Sample]) -> None:
+    """Refuse what labels, which are on or off, cannot say.
 
     Raises:
-        UsageError: a token weight other than 0 and 1, a sample with nothing trained, an 8-bit optimizer, or warm-up.
+        UsageError: a token weight other than 0 and 1, or a sample with nothing trained.
     """
     for sample in samples:
         other = set(np.unique(sample.weights_S).tolist()) - {0.0, 1.0}
@@ -136,6 +125,14 @@ def check_comparable(samples: Sequence[Sample], optimizer: OptimizerSettings, sc
             )
         if not sample.num_trained_tokens:
             raise UsageError(f"sample {sample.sample_id} has no trained token", hint="leave it out of the comparison")
+
+
+def check_settings(optimizer: OptimizerSettings, schedule: ScheduleSettings) -> None:
+    """Refuse settings that the standard trainers have no word for.
+
+    Raises:
+        UsageError: an 8-bit optimizer, or warm-up.
+    """
     if optimizer.name != "adamw":
         raise UsageError(
             f"optimizer.name = {optimizer.name!r} rounds its moments: small differences grow",

@@ -155,7 +155,7 @@ def build_sft(source: Path, output: Path, *, only_resolved: bool = False, as_trl
     selection = _Selection(only_resolved=only_resolved)
     with FolderWriter(output) as writer:
         copied_hash = _copy(trajectories, writer.file(TRAJECTORIES))
-        _check_ingest(source, trajectories, copied_hash)
+        check_ingest(source, trajectories, copied_hash)
         references = writer.file(REFERENCES)
         trl_file = writer.file(TRL_ROWS) if as_trl else None
         for trajectory in _read_unique(trajectories):
@@ -188,24 +188,43 @@ def _check_places(source: Path, trajectories: Path, output: Path) -> None:
     if not trajectories.is_file():
         missing = f"{source}: no {TRAJECTORIES} in this folder" if source.is_dir() else f"{source}: no such file"
         raise InputError(missing, hint="run `traceforge ingest LOGS -o FOLDER` first and pass FOLDER")
+    check_output(output, source=trajectories.parent, schema=SCHEMA, command="build sft")
+
+
+def check_output(output: Path, *, source: Path | None, schema: str, command: str) -> None:
+    """Refuse an output that is no place for a build.
+
+    Args:
+        output: the folder to write.
+        source: the folder that is read, if one is.
+        schema: of the manifest that an earlier build of this kind has.
+        command: the verb, for messages.
+
+    Raises:
+        InputError: it is a file, the source itself, or a folder that holds something else.
+    """
     if output.exists() and not output.is_dir():
-        raise InputError(f"{output}: is a file; the output of `build sft` is a folder")
-    if output.resolve() == trajectories.parent.resolve():
+        raise InputError(f"{output}: is a file; the output of `{command}` is a folder")
+    if source is not None and output.resolve() == source.resolve():
         raise InputError(
             f"{output}: output and source are the same folder, and the source would be overwritten",
             hint="choose another output folder with -o",
         )
     manifest = output / MANIFEST
-    schema = _read_manifest(manifest).get("schema_version")
-    if manifest.exists() and schema != SCHEMA:
+    found = _read_manifest(manifest).get("schema_version")
+    if manifest.exists() and found != schema:
         raise InputError(
-            f"{manifest}: this folder holds something else than a build (schema {schema!r})",
+            f"{manifest}: this folder holds something else than a build (schema {found!r})",
             hint="choose another output folder with -o",
         )
 
 
-def _check_ingest(source: Path, trajectories: Path, found_hash: str) -> None:
-    """Refuse an ingest folder whose trajectories are not those its manifest vouches for."""
+def check_ingest(source: Path, trajectories: Path, found_hash: str) -> None:
+    """Refuse an ingest folder whose trajectories are not those its manifest vouches for.
+
+    Raises:
+        InputError: the file was changed after it was ingested.
+    """
     manifest = _read_manifest(source / MANIFEST)
     if not source.is_dir() or manifest.get("schema_version") != INGEST_SCHEMA:
         return

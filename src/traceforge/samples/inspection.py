@@ -9,27 +9,28 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from traceforge.config import DataSettings, DataSource, RunConfig, load_run_file, parse_run
-from traceforge.errors import InputError
+from traceforge.errors import UsageError
 from traceforge.samples.dataset import load_samples
 from traceforge.samples.fork_causes import explain_forks
+from traceforge.samples.inspection_parts import find_shown, length_histogram
 from traceforge.samples.inspection_views import print_inspection, raw_text, write_inspection_html
 from traceforge.samples.mask_view import Segment, mask_segments
 from traceforge.samples.model_shape import read_model_shape
+from traceforge.samples.pair_inspection import PairInspection, Scores, holds_pairs, inspect_pairs
+from traceforge.samples.pair_inspection_views import print_pair_inspection, write_pair_inspection_html
 from traceforge.samples.references import open_built
 from traceforge.samples.statistics import DatasetStatistics
 from traceforge.samples.tokenizer import load_tokenizer
 from traceforge.samples.tokens import IntArray, Sample
 from traceforge.samples.tree_report import TreeReport, grouped, report_trees
 from traceforge.trajectories.record import Trajectory
-
-HISTOGRAM_BINS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +103,19 @@ def run_inspect(  # noqa: PLR0913 - one parameter per option of the command
     html: Path | None = None,
     raw: bool = False,
     as_json: bool = False,
+    scores: Scores | None = None,
 ) -> None:
     """Inspect and show: on stdout as text, as JSON or as the sample's text alone; with `html` as a page, too.
 
     Args:
         run_file: take `[data]` and `[model]` settings from here; `model` and `dataset` still decide what is shown.
         overrides: `section.field=value`, as for a run file.
-        raw: only the sample's text, verbatim.
+        raw: only the sample's text, verbatim; not of pairs.
+        scores: of pairs, mean log-probabilities to show.
 
     Raises:
         ConfigError: the run file or an override is wrong.
+        UsageError: `raw` of a pair.
         InputError, ModelError, HubError, StorageError: see `inspect_dataset` and `write_inspection_html`.
     """
     if run_file is not None:
@@ -119,26 +123,36 @@ def run_inspect(  # noqa: PLR0913 - one parameter per option of the command
     else:
         start = {"model": {"name_or_path": model}, "data": {"train": dataset}}
         config = parse_run(start, source="inspect", overrides=overrides)
-    inspection = inspect_dataset(
-        dataset,
-        model=model,
-        settings=config.data,
-        template_kwargs=config.model.template_kwargs,
-        template_file=config.model.template_file,
-        revision=config.model.revision if config.model.name_or_path == model else None,
-        sample=sample,
-        tokens_per_row=config.tokens_per_row,
-    )
-    inspection = replace(inspection, notes=_notes(config))
+    given: dict[str, Any] = {
+        "model": model,
+        "settings": config.data,
+        "template_kwargs": config.model.template_kwargs,
+        "template_file": config.model.template_file,
+        "revision": config.model.revision if config.model.name_or_path == model else None,
+        "sample": sample,
+    }
+    shown: Inspection | PairInspection
+    if holds_pairs(dataset):
+        if raw:
+            raise UsageError(
+                "--raw prints one sequence, and a pair has one for each trained turn of both sides",
+                hint="--json has the text of each",
+            )
+        shown = replace(inspect_pairs(dataset, **given, scores=scores), notes=_notes(config, of_pairs=True))
+        write_page, show = partial(write_pair_inspection_html, shown), partial(print_pair_inspection, shown)
+    else:
+        inspection = inspect_dataset(dataset, **given, tokens_per_row=config.tokens_per_row)
+        shown = replace(inspection, notes=_notes(config))
+        write_page, show = partial(write_inspection_html, shown), partial(print_inspection, shown)
     if html is not None:
-        write_inspection_html(inspection, html)
+        write_page(html)
         sys.stderr.write(f"page: {html}\n")
     if as_json:
-        sys.stdout.write(json.dumps(inspection.as_dict(), ensure_ascii=False, indent=2) + "\n")
-    elif raw:
-        sys.stdout.write(raw_text(inspection))
+        sys.stdout.write(json.dumps(shown.as_dict(), ensure_ascii=False, indent=2) + "\n")
+    elif isinstance(shown, Inspection) and raw:
+        sys.stdout.write(raw_text(shown))
     else:
-        print_inspection(inspection, Console())
+        show(Console())
 
 
 def inspect_dataset(  # noqa: PLR0913 - what a run file would say, field by field
@@ -175,7 +189,8 @@ def inspect_dataset(  # noqa: PLR0913 - what a run file would say, field by fiel
     tokenizer = load_tokenizer(model, revision=revision, template_file=template_file)
     sets = load_samples(settings, tokenizer, template_kwargs=template_kwargs)
     samples = sets.train[0].samples
-    index = _find(samples, 0 if sample is None else sample, str(path))
+    ids = [one.sample_id for one in samples]
+    index = find_shown(ids, 0 if sample is None else sample, path=str(path), noun="sample")
     chosen = samples[index]
     groups = grouped(replace(one, group_id=_trajectory_id(one, path)) for one in samples)
 
@@ -209,17 +224,6 @@ def inspect_dataset(  # noqa: PLR0913 - what a run file would say, field by fiel
     )
 
 
-def length_histogram(lengths: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    """Return up to ten bins of equal width over the lengths as `(from, to, count)`, both ends included."""
-    low, high = min(lengths), max(lengths)
-    width = max(1, -(-(high - low + 1) // HISTOGRAM_BINS))
-    counts = np.bincount((np.asarray(lengths) - low) // width)
-    return tuple(
-        (low + number * width, min(high, low + (number + 1) * width - 1), int(count))
-        for number, count in enumerate(counts)
-    )
-
-
 def _trajectory_id(sample: Sample, path: str | Path) -> str:
     """Return the trajectory of a turn, also where `data.group` keeps turns apart; a row is one of its own."""
     return sample.sample_id.rpartition("#")[0] if Path(path).is_dir() else sample.sample_id
@@ -232,28 +236,13 @@ def _trajectories(path: str | Path, groups: Mapping[str, Sequence[Sample]]) -> I
             yield trajectory
 
 
-def _notes(config: RunConfig) -> tuple[str, ...]:
-    """Return why a run of these settings does not compute the trees of its trajectories."""
+def _notes(config: RunConfig, *, of_pairs: bool = False) -> tuple[str, ...]:
+    """Return why a run of these settings does not compute the trees of its trajectories, or of its pairs."""
     notes = []
-    if config.data.group == "none":
+    if config.data.group == "none" and not of_pairs:
         notes.append('data.group = "none": an update holds turns of any trajectories, which share less')
     if config.adapter.dropout:
         notes.append(f"adapter.dropout = {config.adapter.dropout}: samples cannot share computation")
     if config.model.attention in {"plain", "packed"}:
         notes.append(f'model.attention = "{config.model.attention}": samples run apart')
     return tuple(notes)
-
-
-def _find(samples: Sequence[Sample], wanted: int | str, path: str) -> int:
-    by_id = {sample.sample_id: index for index, sample in enumerate(samples)}
-    if isinstance(wanted, str) and wanted in by_id:
-        return by_id[wanted]
-    if isinstance(wanted, str) and wanted.isdecimal():
-        wanted = int(wanted)
-    if isinstance(wanted, int) and 0 <= wanted < len(samples):
-        return wanted
-    raise InputError(
-        f"{path}: no sample {wanted!r}; there are {len(samples)}, from 0 ({samples[0].sample_id}) "
-        f"to {len(samples) - 1} ({samples[-1].sample_id})",
-        hint="--sample takes an index or a sample id; a refused sample has no tokens to show",
-    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from traceforge.samples.tree_views import (
 
 if TYPE_CHECKING:
     from traceforge.samples.inspection import Inspection
+    from traceforge.samples.mask_view import Segment
     from traceforge.samples.statistics import DatasetStatistics
 
 EXCERPT_CHARACTERS = 600
@@ -58,10 +59,7 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
     """Print numbers and sample; colour shows the mask on a terminal, brackets where there is no colour."""
     for label, value in summary_lines(inspection):
         console.print(Text(f"{label:<22}", style="dim"), Text(value), sep="", soft_wrap=True)
-    widest = max(count for _, _, count in inspection.histogram)
-    for low, high, count in inspection.histogram:
-        bar = "█" * max(1 if count else 0, round(40 * count / widest))
-        console.print(Text(f"{low:>9,} … {high:<9,} {count:>6,} {bar}"), soft_wrap=True)
+    print_histogram(inspection.histogram, console)
     trees = tree_lines(inspection.trees)
     if trees:
         console.print()
@@ -74,11 +72,40 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
     console.print()
     console.print(Text(visible(f"{heading}{view.num_trained_tokens:,}{cuts}"), style="bold"), soft_wrap=True)
     console.print()
-    console.print(_masked_text(inspection, coloured=coloured), soft_wrap=True)
+    text = masked_text(
+        view.segments, coloured=coloured, whole=inspection.whole_text, way_to_all=f"--sample {view.index}"
+    )
+    console.print(text, soft_wrap=True)
+
+
+def print_histogram(histogram: Sequence[tuple[int, int, int]], console: Console) -> None:
+    """Print lengths as bars, one line a bin."""
+    widest = max(count for _, _, count in histogram)
+    for low, high, count in histogram:
+        bar = "█" * max(1 if count else 0, round(40 * count / widest))
+        console.print(Text(f"{low:>9,} … {high:<9,} {count:>6,} {bar}"), soft_wrap=True)
 
 
 def write_inspection_html(inspection: Inspection, path: Path) -> None:
     """Write the same as one self-contained page: no script, no request, light and dark, made to be printed too.
+
+    Raises:
+        StorageError: the file cannot be written; nothing half-written is left.
+    """
+    filters = {write.__name__: write for write in (cause_line, example_parts, factor, picture, tree_heading)}
+    write_page(
+        "inspection.html.j2",
+        path,
+        filters,
+        inspection=inspection,
+        summary=summary_lines(inspection),
+        widest=max(count for _, _, count in inspection.histogram),
+        refusals=inspection.statistics.refusals,
+    )
+
+
+def write_page(template: str, path: Path, filters: Mapping[str, Callable[..., object]], **values: object) -> None:
+    """Write a page from one of the templates here, escaped, whole or not at all.
 
     Raises:
         StorageError: the file cannot be written; nothing half-written is left.
@@ -91,14 +118,8 @@ def write_inspection_html(inspection: Inspection, path: Path) -> None:
         lstrip_blocks=True,
     )
     environment.filters["visible"] = visible
-    for write in (cause_line, example_parts, factor, picture, tree_heading):
-        environment.filters[write.__name__] = write
-    page = environment.get_template("inspection.html.j2").render(
-        inspection=inspection,
-        summary=summary_lines(inspection),
-        widest=max(count for _, _, count in inspection.histogram),
-        refusals=inspection.statistics.refusals,
-    )
+    environment.filters.update(filters)
+    page = environment.get_template(template).render(**values)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,31 +156,39 @@ def summary_lines(inspection: Inspection) -> list[tuple[str, str]]:
         ("repeated prefixes", f"{numbers.repeated_prefix_share:.1%} of all tokens repeat an earlier turn's history"),
         *tree_summary(inspection.trees),
         *(("  but", note) for note in inspection.notes),
-        ("refused", _counted(refused)),
-        ("cut", _counted(numbers.cuts)),
+        ("refused", counted(refused)),
+        ("cut", counted(numbers.cuts)),
     ]
-    lines += [
-        (f"  {code}", f"first: {refused.examples[0]}: {refused.detail}") for code, refused in held.refusals.items()
-    ]
-    if held.default_system_prompt is not None:
-        said = f"{held.default_system_prompt!r} in {held.samples_with_default_system_prompt:,} samples"
-        lines.append(("added by the template", said))
+    lines += closing_lines(held)
     return [(label, visible(text)) for label, text in lines]
 
 
-def _masked_text(inspection: Inspection, *, coloured: bool) -> Text:
+def closing_lines(held: DatasetStatistics) -> list[tuple[str, str]]:
+    """Return the first refusal of each reason and what the template adds on its own, as label and text."""
+    lines = [
+        (f"  {code}", f"first: {refused.examples[0]}: {refused.detail}") for code, refused in held.refusals.items()
+    ]
+    if held.default_system_prompt is not None:
+        noun = "samples" if held.train.pairs is None else "pairs"
+        said = f"{held.default_system_prompt!r} in {held.samples_with_default_system_prompt:,} {noun}"
+        lines.append(("added by the template", said))
+    return lines
+
+
+def masked_text(segments: Sequence[Segment], *, coloured: bool, whole: bool, way_to_all: str) -> Text:
+    """Return a sample's runs with the mask; without `whole`, long context lacks its middle and says so."""
     text = Text()
-    for segment in inspection.sample.segments:
+    for segment in segments:
         shown = visible(segment["text"])
         if not segment["trained"]:
-            text.append(shown if inspection.whole_text else _excerpt(shown, inspection.sample.index))
+            text.append(shown if whole else excerpt(shown, way_to_all))
             continue
         weight = "" if segment["weight"] == 1 else f"×{segment['weight']:g}:"
         text.append(f"{weight}{shown}" if coloured else f"⟦{weight}{shown}⟧", style=_TRAINED_STYLE)
     return text
 
 
-def _excerpt(context: str, index: int) -> str:
+def excerpt(context: str, way_to_all: str) -> str:
     """Return long context without its middle, cut at line ends where there are any near."""
     head, tail = context[:EXCERPT_CHARACTERS], context[-EXCERPT_CHARACTERS:]
     head = head[: head.rfind("\n", EXCERPT_CHARACTERS // 2) + 1] or head
@@ -168,7 +197,7 @@ def _excerpt(context: str, index: int) -> str:
     if hidden <= EXCERPT_CHARACTERS // 2:
         return context
     lead = "" if head.endswith("\n") else "\n"
-    return f"{head}{lead}… {hidden:,} characters of context not shown; `--sample {index}` shows all …\n{tail}"
+    return f"{head}{lead}… {hidden:,} characters of context not shown; `{way_to_all}` shows all …\n{tail}"
 
 
 def _rendering(inspection: Inspection) -> str:
@@ -184,7 +213,8 @@ def _origin(held: DatasetStatistics) -> str:
     return f"{numbers.samples:,} of {held.sources[0].available:,} {held.sources[0].kind.replace('_', '-')} rows"
 
 
-def _counted(counts: Mapping[str, int]) -> str:
+def counted(counts: Mapping[str, int]) -> str:
+    """Return counts by name in one line."""
     return ", ".join(f"{code} {count:,}" for code, count in counts.items()) or "none"
 
 

@@ -18,6 +18,7 @@ Work  Linear in tokens, after a sort that compares neighbouring prefixes.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -85,7 +86,9 @@ def token_key(token_ids_S: IntArray) -> bytes:
 def common_prefix_length(left: IntArray, right: IntArray) -> int:
     """Return how many leading tokens two sequences share."""
     shorter = min(left.size, right.size)
-    differing = np.flatnonzero(left[:shorter] != right[:shorter])
+    if not shorter or left[0] != right[0]:  # unrelated samples, quickly
+        return 0
+    (differing,) = (left[:shorter] != right[:shorter]).nonzero()
     return int(differing[0]) if differing.size else int(shorter)
 
 
@@ -110,9 +113,12 @@ def _fill_rows(ordered: Sequence[Sample], shared: Sequence[int], tokens_per_row:
             sizes[-1] += added
     rows: list[list[Sample]] = []
     room: list[int] = []
+    full, smallest = 0, min(sizes, default=0)  # the first `full` rows have no room for any run
     for size, members in sorted(zip(sizes, runs, strict=True), key=lambda run: -run[0]):
-        for number, free in enumerate(room):
-            if size <= free:
+        while full < len(room) and room[full] < smallest:
+            full += 1
+        for number in range(full, len(room)):
+            if size <= room[number]:
                 rows[number] += members
                 room[number] -= size
                 break
@@ -213,19 +219,19 @@ def _finish(
         sample_ids=tuple(sample.sample_id for sample in ordered),
         sample_ends=tuple(ends),
     )
-    starts = np.array([path.start for path in paths])
+    starts = [path.start for path in paths]
     for number, sample in enumerate(ordered):
         _add_weights(row, starts, number, sample)
     return row
 
 
-def _add_weights(row: Row, starts: IntArray, number: int, sample: Sample) -> None:
+def _add_weights(row: Row, starts: Sequence[int], number: int, sample: Sample) -> None:
     """Add a sample's weights where its tokens stand; only the paths that hold trained tokens of it are visited."""
-    trained_S = np.flatnonzero(sample.weights_S)
+    (trained_S,) = sample.weights_S.nonzero()
     assert not trained_S.size or trained_S[0] > 0, "a root token has no parent to be predicted from"
     position = row.sample_ends[number]
     while trained_S.size:
-        path = row.paths[int(np.searchsorted(starts, position, side="right")) - 1]
+        path = row.paths[bisect_right(starts, position) - 1]
         first = int(row.depths_T[path.start])
         here = trained_S >= first
         row.weights_T[trained_S[here] - first + path.start] += sample.weights_S[trained_S[here]]

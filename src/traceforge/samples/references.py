@@ -22,6 +22,7 @@ from traceforge.trajectories.record import Trajectory, read_trajectories
 
 SCHEMA = "traceforge-sft/1"
 REFERENCES = "sft.jsonl"
+PAIRS = "pairs.jsonl"
 
 
 class SampleReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,9 +99,32 @@ def open_built(folder: Path) -> BuiltFolder:
     Raises:
         InputError: the folder is no build, was made by another version, is incomplete, or was changed afterwards.
     """
-    manifest = _read_manifest(folder)
+    manifest, content_hash = check_built(folder, references=REFERENCES, schema=SCHEMA, command="build sft")
+    references: dict[str, list[SampleReference]] = {}
+    for reference in _read_references(folder / REFERENCES):
+        references.setdefault(reference.trajectory_id, []).append(reference)
+    return BuiltFolder(
+        folder=folder,
+        references=references,
+        content_hash=content_hash,
+        manifest=manifest,
+    )
+
+
+def check_built(folder: Path, *, references: str, schema: str, command: str) -> tuple[dict[str, Any], str]:
+    """Return the manifest of a built folder and the sha256 over its two data files, which the manifest vouches for.
+
+    Args:
+        references: name of the file beside `trajectories.jsonl` that makes the folder one of this kind.
+        schema: of the manifest.
+        command: the verb that makes such folders, for hints.
+
+    Raises:
+        InputError: the folder is no such build, was made by another version, is incomplete, or was changed afterwards.
+    """
+    manifest = _read_manifest(folder, references, schema, command)
     digests = []
-    for name in (TRAJECTORIES, REFERENCES):
+    for name in (TRAJECTORIES, references):
         path = folder / name
         if not path.is_file():
             raise InputError(f"{path}: missing, but {MANIFEST} names it", hint="build the data set again")
@@ -110,30 +134,15 @@ def open_built(folder: Path) -> BuiltFolder:
             raise InputError(
                 f"{path}: sha256 {digests[-1][:12]}… is not the {str(expected)[:12]}… that {MANIFEST} names; "
                 "the file was changed or its build was interrupted",
-                hint="build the data set again with `traceforge build sft`",
+                hint=f"build the data set again with `traceforge {command}`",
             )
-    references: dict[str, list[SampleReference]] = {}
-    for reference in _read_references(folder / REFERENCES):
-        references.setdefault(reference.trajectory_id, []).append(reference)
-    return BuiltFolder(
-        folder=folder,
-        references=references,
-        content_hash=hashlib.sha256("\n".join(digests).encode()).hexdigest(),
-        manifest=manifest,
-    )
+    return manifest, hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path, references: str, schema: str, command: str) -> dict[str, Any]:
     path = folder / MANIFEST
-    if not (folder / REFERENCES).exists():
-        ingested = (folder / TRAJECTORIES).exists()
-        raise InputError(
-            f"{folder}: no {REFERENCES} in this folder"
-            + ("; it holds ingested trajectories, not samples" if ingested else ""),
-            hint=f"run `traceforge build sft {folder} -o SAMPLES` and pass SAMPLES"
-            if ingested
-            else "pass a folder made by `traceforge build sft`, or a .jsonl file of rows",
-        )
+    if not (folder / references).exists():
+        raise _not_of_this_kind(folder, references, command)
     try:
         manifest = json.loads(path.read_bytes())
     except OSError as error:
@@ -142,11 +151,33 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise InputError(f"{path}: not JSON: {error}", hint="build the data set again") from error
-    schema = manifest.get("schema_version") if isinstance(manifest, dict) else None
-    if schema != SCHEMA:
-        raise InputError(f"{path}: schema {schema!r}, this version reads {SCHEMA!r}", hint="build the data set again")
+    found = manifest.get("schema_version") if isinstance(manifest, dict) else None
+    if found != schema:
+        raise InputError(f"{path}: schema {found!r}, this version reads {schema!r}", hint="build the data set again")
     held: dict[str, Any] = manifest
     return held
+
+
+def _not_of_this_kind(folder: Path, references: str, command: str) -> InputError:
+    missing = f"{folder}: no {references} in this folder"
+    if references != PAIRS and (folder / PAIRS).exists():
+        return InputError(
+            f"{missing}; it holds preference pairs, not samples",
+            hint='pairs are trained with objective.method = "simpo" or "dpo"',
+        )
+    if references != REFERENCES and (folder / REFERENCES).exists():
+        return InputError(
+            f"{missing}; it holds samples, not preference pairs",
+            hint='samples are trained with objective.method = "sft"; pairs are made by `traceforge build pairs`',
+        )
+    if (folder / TRAJECTORIES).exists():
+        extra = " --pair PAIRS.jsonl" if references == PAIRS else ""
+        return InputError(
+            f"{missing}; it holds ingested trajectories, not {'pairs' if references == PAIRS else 'samples'}",
+            hint=f"run `traceforge {command} {folder}{extra} -o SAMPLES` and pass SAMPLES",
+        )
+    rows = "" if references == PAIRS else ", or a .jsonl file of rows"
+    return InputError(missing, hint=f"pass a folder made by `traceforge {command}`{rows}")
 
 
 def _read_references(path: Path) -> Iterator[SampleReference]:

@@ -6,7 +6,6 @@ Groups   Here a group is always a trajectory (or a row); `dataset.py` sets the g
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,47 +18,9 @@ from traceforge.samples.render import TurnRenderer
 from traceforge.samples.row_files import RowFile, read_row_file
 from traceforge.samples.row_samples import select_rows
 from traceforge.samples.sample_cache import RefusedSample, RenderedFolder, cache_path, read_cache, write_cache
-from traceforge.samples.statistics import RefusalCount, RefusalTally
+from traceforge.samples.separation import ItemT, LoadedSource, Provenance
+from traceforge.samples.statistics import RefusalTally
 from traceforge.samples.tokens import Sample
-
-
-@dataclass(frozen=True, slots=True)
-class Provenance:
-    """Where the bytes came from, in the fields of evidence."""
-
-    resolution_source: str
-    content_hash: str
-    requested_revision: str | None = None
-    resolved_commit: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedSource:
-    """One source after tokenising.
-
-    Args:
-        path: as given in the settings.
-        kind: `turns`, or the form of the rows.
-        samples: those to train on (or to evaluate on, for a source of its own).
-        held_out: rows held out by `data.evaluation_rows`.
-        task_ids: every task of the source, those of refused samples too: the split must not depend on the model.
-        available: samples or rows the source names.
-        examined: how many of them were rendered or tokenised.
-        refusals: by reason.
-        without_system: ids of samples whose history has no system message.
-        provenance: which bytes.
-    """
-
-    path: str
-    kind: str
-    samples: tuple[Sample, ...]
-    held_out: tuple[Sample, ...]
-    task_ids: frozenset[str]
-    available: int
-    examined: int
-    refusals: dict[str, RefusalCount]
-    without_system: frozenset[str]
-    provenance: Provenance
 
 
 class SourceLoader:
@@ -70,9 +31,9 @@ class SourceLoader:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
         self._renderer: TurnRenderer | None = None
-        self._loaded: dict[tuple[str, bool], LoadedSource] = {}
+        self._loaded: dict[tuple[str, bool], LoadedSource[Sample]] = {}
 
-    def load(self, path: str, *, select: bool = False) -> LoadedSource:
+    def load(self, path: str, *, select: bool = False) -> LoadedSource[Sample]:
         """Return the source at `path`; with `select`, `data.train_rows` and `data.evaluation_rows` choose its rows.
 
         Raises:
@@ -88,7 +49,7 @@ class SourceLoader:
             self._loaded[key] = loaded
         return self._loaded[key]
 
-    def _load(self, path: str, *, select: bool) -> LoadedSource:
+    def _load(self, path: str, *, select: bool) -> LoadedSource[Sample]:
         local = Path(path)
         if local.is_dir():
             if select:
@@ -110,7 +71,7 @@ class SourceLoader:
             hint="pass a folder made by `traceforge build sft`, a .jsonl or .json file of rows, or a hub id",
         )
 
-    def _load_folder(self, path: str, built: BuiltFolder) -> LoadedSource:
+    def _load_folder(self, path: str, built: BuiltFolder) -> LoadedSource[Sample]:
         renderer = self._turn_renderer()
         cached_at = cache_path(built.folder, renderer_fingerprint=renderer.fingerprint, content_hash=built.content_hash)
         rendered = read_cache(cached_at)
@@ -133,7 +94,7 @@ class SourceLoader:
             provenance=Provenance("local_hash", built.content_hash),
         )
 
-    def _load_rows(self, path: str, rows: RowFile, provenance: Provenance, *, select: bool) -> LoadedSource:
+    def _load_rows(self, path: str, rows: RowFile, provenance: Provenance, *, select: bool) -> LoadedSource[Sample]:
         selection = select_rows(
             rows,
             self._tokenizer,
@@ -185,7 +146,7 @@ def _render(built: BuiltFolder, renderer: TurnRenderer) -> RenderedFolder:
     return RenderedFolder(tuple(samples), tuple(refused), frozenset(without_system))
 
 
-def all_refused(loaded: LoadedSource, settings: DataSettings) -> InputError:
+def all_refused(loaded: LoadedSource[ItemT], settings: DataSettings) -> InputError:
     """Return the error for a source that gives no sample: the count and first detail of each reason, and a way out."""
     reasons = "; ".join(
         f"{code} {refused.count} (first: {refused.examples[0]}: {refused.detail})"
@@ -195,7 +156,7 @@ def all_refused(loaded: LoadedSource, settings: DataSettings) -> InputError:
         "too_long": f"raise data.max_tokens ({settings.max_tokens})"
         + (
             f" or lower data.observation_limit_tokens ({settings.observation_limit_tokens})"
-            if settings.length_policy == "shorten_observations" and loaded.kind == "turns"
+            if settings.length_policy == "shorten_observations" and loaded.kind in {"turns", "pairs"}
             else ", or set data.length_policy"
         ),
         "nothing_trained": f"raise data.max_tokens ({settings.max_tokens}): the prompt alone fills it",
@@ -203,6 +164,6 @@ def all_refused(loaded: LoadedSource, settings: DataSettings) -> InputError:
     }
     most_first = sorted(loaded.refusals, key=lambda code: -loaded.refusals[code].count)
     return InputError(
-        f"{loaded.path}: every one of {loaded.examined} samples was refused: {reasons}",
+        f"{loaded.path}: every one of {loaded.examined} {loaded.noun}s was refused: {reasons}",
         hint=next((ways[code] for code in most_first if code in ways), None),
     )

@@ -27,12 +27,53 @@ class RefusalCount(msgspec.Struct, frozen=True):
     detail: str
 
 
+class Lengths(msgspec.Struct, frozen=True, kw_only=True):
+    """Lengths in tokens, over one number a pair."""
+
+    total: int
+    min: int
+    median: float
+    p95: int
+    max: int
+
+
+class PairStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What a set holds if it is made of preference pairs.
+
+    Args:
+        pairs: how many.
+        sequences: token sequences of both sides; more than two a pair where an ending has several trained turns.
+        sequence_tokens: of all sequences, each for itself.
+        tree_tokens: with each pair as one prefix tree.
+        shared_prefix_tokens: at the beginning of every sequence of a pair.
+        chosen_tokens: trained tokens of the chosen branch; one that several of its sequences train counts in each.
+        rejected_tokens: the same of the rejected one.
+        longer_chosen: pairs whose chosen branch is the longer one.
+        longer_rejected: pairs whose rejected branch is the longer one.
+        multi_turn: pairs with an ending of several trained turns.
+    """
+
+    pairs: int
+    sequences: int
+    sequence_tokens: int
+    tree_tokens: int
+    shared_prefix_tokens: Lengths
+    chosen_tokens: Lengths
+    rejected_tokens: Lengths
+    longer_chosen: int
+    longer_rejected: int
+    multi_turn: int
+
+
 class SetStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """One set of samples as training or evaluation will see it.
 
     `trajectories` counts a row of a row file as one. `repeated_prefix_share` is the share of `tokens_total` that a
     prefix tree per trajectory would not compute again. `identical_in_train` counts evaluation samples whose very
     tokens are also a training sample.
+
+    Of preference pairs, `samples`, `cut_samples`, `ids_hash` and `identical_in_train` are about pairs, `trajectories`
+    counts groups, and tokens are those of their sequences, each for itself; `pairs` says what only pairs have.
     """
 
     samples: int
@@ -51,6 +92,7 @@ class SetStatistics(msgspec.Struct, frozen=True, kw_only=True):
     cut_samples: int
     ids_hash: str
     identical_in_train: int = 0
+    pairs: PairStatistics | None = None
 
 
 class TreeStatistics(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""One sample as a standard conversational prompt-completion row, the form TRL and other trainers read.
+"""One sample or pair as a standard conversational row (prompt-completion, preference) that TRL and others read.
 
 Objects  Tool arguments are objects there and JSON strings in the trajectory; a string that is no JSON object has no
          such form and is refused, never guessed.
@@ -30,6 +30,20 @@ def trl_row(trajectory: Trajectory, message_index: int) -> dict[str, Any]:
         "prompt": [_message(message) for message in trajectory.messages[:message_index]],
         "completion": [_message(trajectory.messages[message_index])],
         "tools": json.dumps(trajectory.tools, ensure_ascii=False),
+    }
+
+
+def trl_pair_row(chosen: Trajectory, rejected: Trajectory, prompt_messages: int) -> dict[str, Any]:
+    """Return `{prompt, chosen, rejected, tools}`: the messages both share, then the two endings.
+
+    Raises:
+        UnparsableArgumentsError: see `trl_row`.
+    """
+    return {
+        "prompt": [_message(message) for message in chosen.messages[:prompt_messages]],
+        "chosen": [_message(message) for message in chosen.messages[prompt_messages:]],
+        "rejected": [_message(message) for message in rejected.messages[prompt_messages:]],
+        "tools": json.dumps(chosen.tools, ensure_ascii=False),
     }
 
 

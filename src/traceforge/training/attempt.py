@@ -85,6 +85,7 @@ class Attempt:
             candidate=candidate,
             has_evaluation_set=held_out,
             max_loss_increase=self.config.evaluation.max_loss_increase,
+            unit="nats per token" if self.config.objective.method == "sft" else "nats per pair",
         )
         return Evidence(
             run_mode=self.run_mode,

@@ -31,7 +31,7 @@ _FREE_TO_CHANGE = {
     "output_dir",
     "run_name",
 }
-_FREE_SECTIONS = {"evaluation", "memory", "checkpoint", "evidence"}
+_FREE_SECTIONS = {"evaluation", "memory", "parallel", "checkpoint", "evidence"}
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from torch import nn
 from traceforge.config import RunConfig
 from traceforge.errors import EvaluationError
 from traceforge.models.language_model import LanguageModel
+from traceforge.parallel.world import ONE_PROCESS, World
 from traceforge.samples.dataset import SampleSets
 from traceforge.training.methods import Item, Method
-from traceforge.training.update import SFT
+from traceforge.training.update import SFT, own_share
 
 ItemT = TypeVar("ItemT", bound=Item)
 
@@ -54,8 +55,9 @@ def evaluate(
     tokens_per_row: int,
     method: Method = SFT,
     name: str = "evaluation",
+    world: World = ONE_PROCESS,
 ) -> EvaluationResult:
-    """Return the loss of `items`: per unit of token weight, or per pair.
+    """Return the loss of `items`: per unit of token weight, or per pair. Each rank runs a share of them.
 
     Raises:
         EvaluationError: no sample of the set has a target.
@@ -66,14 +68,15 @@ def evaluate(
             f"the {name} set has no trained token in its {len(items)} samples",
             hint="see `traceforge inspect` for what was cut or masked",
         )
-    sums: dict[str, list[float]] = {"loss": []}
+    sums: dict[str, list[float]] = {key: [] for key in ("loss", *method.logged)}
     with without_trace(model.model):
-        for row in method.rows(model, measured, tokens_per_row=tokens_per_row):
+        for row in method.rows(model, own_share(model, measured, world), tokens_per_row=tokens_per_row):
             found = method.row_loss(model, row)
             for key, value in (("loss", found.loss), *found.sums.items()):
-                sums.setdefault(key, []).append(float(value))
+                sums[key].append(float(value))
+    totals = world.sum_numbers([_sum(values) for values in sums.values()])
     denominator = method.denominator(measured)
-    means = {key: _sum(values) / denominator for key, values in sums.items()}
+    means = {key: total / denominator for key, total in zip(sums, totals, strict=True)}
     return EvaluationResult(
         loss=means.pop("loss"),
         trained_tokens=sum(item.num_trained_tokens for item in measured),

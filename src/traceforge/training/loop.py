@@ -16,6 +16,7 @@ from traceforge.config import RunConfig
 from traceforge.errors import TrainingError
 from traceforge.evidence.recorder import RunRecorder
 from traceforge.models.language_model import LanguageModel
+from traceforge.parallel.world import ONE_PROCESS, World
 from traceforge.training.clock import Clock, is_due
 from traceforge.training.evaluation import EvaluationResult, evaluate
 from traceforge.training.interrupts import StopRequest
@@ -37,6 +38,8 @@ class Job:
         total_updates: the update at which the run ends; the schedule is stretched over it.
         save: writes a checkpoint of the present state.
         scaler: loss scaling, for float16 arithmetic only.
+        world: the ranks; each holds a job of its own, and all do the same in the same order.
+        rows_run: rows of all ranks so far, like the counts after it.
     """
 
     config: RunConfig
@@ -53,6 +56,7 @@ class Job:
     save: Callable[[], object] = lambda: None
     stop: StopRequest = field(default_factory=StopRequest)
     scaler: torch.amp.GradScaler | None = None
+    world: World = ONE_PROCESS
     evaluations: dict[int, dict[str, EvaluationResult]] = field(default_factory=dict)
     update_losses: list[float] = field(default_factory=list)
     update_seconds: list[float] = field(default_factory=list)
@@ -76,7 +80,7 @@ def train(job: Job) -> None:
     first = clock.updates + 1
     places = job.order.updates(passes=job.passes, pass_number=clock.pass_number, position=clock.position)
     with job.progress.updates(done=clock.updates, total=job.total_updates):
-        while clock.updates < job.total_updates and not job.stop.requested:
+        while not _asked_to_stop(job) and clock.updates < job.total_updates:
             place = next(places, None)
             if place is None:
                 break
@@ -97,7 +101,14 @@ def measure(job: Job) -> dict[str, EvaluationResult]:
     update = job.clock.updates
     if update not in job.evaluations:
         found = {
-            name: evaluate(job.model, items, tokens_per_row=job.config.tokens_per_row, method=job.method, name=name)
+            name: evaluate(
+                job.model,
+                items,
+                tokens_per_row=job.config.tokens_per_row,
+                method=job.method,
+                name=name,
+                world=job.world,
+            )
             for name, items in job.sets.items()
         }
         job.evaluations[update] = found
@@ -120,7 +131,7 @@ def measure(job: Job) -> dict[str, EvaluationResult]:
 def _one_update(job: Job, items: Sequence[Item]) -> None:
     config, clock = job.config, job.clock
     started = time.perf_counter()
-    update = plan_update(job.model, items, tokens_per_row=config.tokens_per_row, method=job.method)
+    update = plan_update(job.model, items, tokens_per_row=config.tokens_per_row, method=job.method, world=job.world)
     rate = learning_rate(
         config.schedule, config.optimizer.learning_rate, update=clock.updates, total_updates=job.total_updates
     )
@@ -132,6 +143,7 @@ def _one_update(job: Job, items: Sequence[Item]) -> None:
         job.optimizer,
         max_gradient_norm=config.optimizer.max_gradient_norm,
         scaler=job.scaler,
+        world=job.world,
     )
     number = clock.updates + 1
     if result.skipped:
@@ -151,20 +163,21 @@ def _record(
     seconds: float,
     items: Sequence[Item],
 ) -> None:
-    row_tokens = sum(row.num_tokens for row in update.rows)
+    own = (len(update.rows), sum(row.num_tokens for row in update.rows), sum(row.num_forks for row in update.rows))
+    num_rows, row_tokens, num_forks = map(int, job.world.sum_numbers(own))
     if not result.skipped:
         job.update_losses.append(result.loss)
         job.update_seconds.append(seconds)
-    job.rows_run += len(update.rows)
+    job.rows_run += num_rows
     job.row_tokens_run += row_tokens
     job.sample_tokens_run += sum(sample.num_tokens for item in items for sample in item.samples)
-    job.forks_run += sum(row.num_forks for row in update.rows)
+    job.forks_run += num_forks
     job.samples_run += update.num_samples
     allocated, _ = peak_device_bytes(job.model.device)
     job.recorder.update(
         {
             "update": number,
-            "micro_batches": len(update.rows),
+            "micro_batches": num_rows,
             "samples": update.num_samples,
             "trained_tokens": sum(item.num_trained_tokens for item in items),
             "row_tokens": row_tokens,
@@ -185,6 +198,10 @@ def _record(
         tokens_per_s=row_tokens / seconds,
         skipped=result.skipped,
     )
+
+
+def _asked_to_stop(job: Job) -> bool:
+    return job.stop.heed(job.world.sum_numbers(job.stop.votes()))
 
 
 def _give_up_if_hopeless(job: Job) -> None:

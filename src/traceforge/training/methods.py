@@ -41,7 +41,9 @@ class RowLoss:
 
 
 class Method(Protocol):
-    """One way of training; see the module's table."""
+    """One way of training; see the module's table. `logged` names the sums that `row_loss` gives beside the loss."""
+
+    logged: tuple[str, ...]
 
     def rows(self, model: LanguageModel, items: Sequence[Any], *, tokens_per_row: int) -> Sequence[AnyRow]:
         """Return rows that hold every item once."""
@@ -71,6 +73,8 @@ class Method(Protocol):
 class Sft:
     """Weighted negative log-likelihood of the trained tokens."""
 
+    logged: tuple[str, ...] = ()
+
     def rows(self, model: LanguageModel, items: Sequence[Sample], *, tokens_per_row: int) -> list[Row]:
         """See `Method.rows`."""
         return model.rows(tuple(items), tokens_per_row=tokens_per_row)
@@ -96,6 +100,17 @@ class Sft:
 
 class _Preference:
     """What SimPO and DPO share: pairs in rows, branch scores, and what is logged of them."""
+
+    logged: tuple[str, ...] = (
+        "margin",
+        "accuracy",
+        "chosen_logp",
+        "rejected_logp",
+        "chosen_length",
+        "rejected_length",
+        "chosen_reward",
+        "rejected_reward",
+    )
 
     def rows(self, model: LanguageModel, items: Sequence[Pair], *, tokens_per_row: int) -> list[PairRow]:
         """See `Method.rows`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -31,13 +30,12 @@ from traceforge.trajectories.record import Trajectory, encode
 from traceforge.trajectories.refusals import WAYS_OUT, Refusal, Refused
 from traceforge.trajectories.sources import InputFile, Read, discover, shown_path
 from traceforge.trajectories.text import describe
+from traceforge.trajectories.unique_ids import UniqueIds
 
 _NUM_REFUSALS_LISTED = 10_000
 _NUM_REFUSALS_SHOWN = 10
 _BUFFER_BYTES = 1 << 17
 _STEM_SUFFIXES = (".gz", ".jsonl", ".ndjson", ".json", ".traj")
-# `#` and `|` part the pieces of sample and pair ids, and control characters break lines and terminals.
-_NOT_IN_IDS = re.compile(r"[#|\x00-\x1f\x7f]")
 
 
 def ingest(inputs: Sequence[str], output: Path, *, labels: Sequence[str] = ()) -> IngestSummary:
@@ -91,7 +89,7 @@ class _Ingest:
         self.reasons: Counter[str] = Counter()
         self.refusals: list[Refusal] = []
         self._folder = folder
-        self._ids = _UniqueIds()
+        self._ids = UniqueIds()
         self._seen: dict[bytes, str] = {}
         self._stem = ""
 
@@ -198,23 +196,6 @@ class _Ingest:
     def _refuse(self, entry: FileEntry, line: int | None, reason: str, detail: str) -> None:
         entry.refused += 1
         self.refuse(Refusal(file=entry.path, line=line, reason=reason, detail=detail))
-
-
-class _UniqueIds:
-    """Gives each trajectory an id that no other one of the ingest has: a taken one gets `~2`, `~3` and so on."""
-
-    def __init__(self) -> None:
-        self._next: dict[str, int] = {}
-
-    def claim(self, wanted: str) -> str:
-        """Return the id wanted, or one made from it."""
-        base = _NOT_IN_IDS.sub("_", wanted).strip() or "trajectory"
-        unique = base
-        while unique in self._next:
-            self._next[base] += 1
-            unique = f"{base}~{self._next[base]}"
-        self._next[unique] = 1
-        return unique
 
 
 def _stem(path: str) -> str:

@@ -27,7 +27,7 @@ from traceforge.config import DataSettings
 from traceforge.errors import ConfigError, InputError
 from traceforge.samples import dataset, sources
 from traceforge.samples.dataset import load_samples
-from traceforge.samples.statistics import describe_samples, ids_hash, prefix_tree_tokens
+from traceforge.samples.statistics import describe_samples, describe_trees, ids_hash, prefix_tree_tokens
 from traceforge.trajectories.record import Message
 
 IDS_HASH = "37d59513263b03317b88426f62057527269237320725bd3a418375d7bfa5eb96"
@@ -195,6 +195,24 @@ def test_the_numbers_of_a_set_are_right() -> None:
     assert found.total_weight == 5.0
     assert found.repeated_prefix_share == pytest.approx(4 / 13)  # tree of a: 6 tokens, of b: 3; 13 - 9 repeat.
     assert describe_samples([[first]], train=[second, first]).identical_in_train == 1
+
+
+def test_the_trees_of_a_training_set_are_those_of_the_groups_that_its_updates_draw(tmp_path) -> None:
+    folder = built(tmp_path, run_of("a", 3), run_of("b", 2))
+    # Bytes: "a: task." 8, "act n." 6, "seen n." 7, end 1; samples of 15, 28, 41 and 15, 28. Each turn forks at its end.
+    trees = load(folder).statistics.train_trees
+    assert (trees.group, trees.sample_tokens, trees.trees) == ("trajectory", 127, 2)
+    assert (trees.tree_tokens, trees.forks) == (41 + 2 + 28 + 1, 3)
+    apart = load(folder, group="none").statistics.train_trees
+    assert (apart.group, apart.sample_tokens, apart.tree_tokens) == ("none", 127, 127)
+    assert (apart.trees, apart.forks) == (5, 0)
+
+
+def test_the_same_source_given_twice_makes_two_trees() -> None:
+    members = [sample("a#0", [7, 7, 9], [0, 0, 1], "a"), sample("a#1", [7, 7, 8, 9], [0, 0, 0, 1], "a")]
+    once, twice = (describe_trees([members] * times, group="trajectory") for times in (1, 2))
+    assert (once.sample_tokens, once.tree_tokens, once.trees, once.forks) == (7, 5, 1, 1)
+    assert (twice.sample_tokens, twice.tree_tokens, twice.trees, twice.forks) == (14, 10, 2, 2)
 
 
 def test_the_95th_percentile_is_a_length_that_occurs() -> None:

@@ -127,7 +127,7 @@ def test_dropping_the_oldest_observations_is_named_where_it_differs() -> None:
     messages = run_of(*replies, observation="a long line of output that fills the window " * 3)
     tokenizer = tiny_tokenizer(CHATML)
     found, samples = explained(tokenizer, messages, max_tokens=200, length_policy="drop_oldest")
-    assert [bool(each.cuts) for each in samples] == [False, False, True, True, True]
+    assert [bool(each.cuts) for each in samples] == [False, False, True, True]  # the fifth does not fit at all
     assert causes(found) == {"cuts_differ": found.pairs - found.continued}
     assert found.causes[0].forks > 1
     assert found.causes[0].example.next_text.startswith("[... observation omitted ...]")
@@ -138,16 +138,17 @@ def test_dropping_the_oldest_observations_is_named_where_it_differs() -> None:
 
 
 def test_a_sample_that_is_cut_at_its_end_is_still_continued() -> None:
-    messages = run_of(assistant("a very long answer " * 40), assistant("another one " * 40), observation="x")
-    found, samples = explained(tiny_tokenizer(CHATML), messages, max_tokens=150, length_policy="truncate_end")
-    assert samples[0].cuts == ("cut_at_end",)
-    assert (found.pairs, found.continued) == (len(samples) - 1, len(samples) - 1)
+    messages = run_of(*(assistant(f"the answer {n} " * 20) for n in range(3)), observation="x")
+    settings = {"max_tokens": 240, "length_policy": "truncate_end", "loss_on": "all"}
+    found, samples = explained(tiny_tokenizer(CHATML), messages, **settings)
+    assert [each.cuts for each in samples] == [(), ("cut_at_end",), ("cut_at_end",)]
+    assert (found.pairs, found.continued) == (2, 2)
 
 
 def test_a_token_over_the_border_is_the_same_text_in_other_tokens() -> None:
     # The prompt ends in a blank; in the history the same blank belongs to the word behind it.
     found, samples = explained(tiny_tokenizer(PLAIN_TURNS), run_of(assistant("the tests"), assistant("the command")))
-    assert samples[0].cuts == ("border_merge",)
+    assert "border_merge" in samples[0].cuts
     assert causes(found) == {"tokens_merge": 1}
     assert found.causes[0].tokens == samples[0].num_tokens - found.causes[0].example.depth
 

@@ -144,6 +144,68 @@ def test_json_output_is_one_document_with_the_runs(tmp_path, capsys) -> None:
     assert "page.html" in captured.err
 
 
+def test_the_trees_of_a_data_set_are_shown_with_why_sharing_breaks(tmp_path) -> None:
+    folder = built(tmp_path, run_of("a", 3), run_of("b", 2))
+    # A turn of the stand-in ends with a token that its history does not have: each forks from the next, one token late.
+    found = look(folder, sample="b#1", max_tokens=50)
+    text = printed(found)
+    assert "prefix trees          127 tokens one by one, 72 in 2 trees with 3 forks\n" in text
+    assert "72 tokens in 2 rows of at most 100, none twice\n" in text
+    assert "3 of 3 turns do not continue the one before: template renders the last turn differently 3\n" in text
+    assert "a#0 and #1 after 14 tokens, behind …a: task.act 0.\n    here  </s>\n    next  seen 0.act 1.</s>\n" in text
+    assert "b: 2 turns, 43 tokens one by one, 29 in the tree, 1 fork\n" in text
+    trees = found.as_dict()["trees"]
+    assert trees["continuity"]["causes"][0]["cause"] == "last_turn_differs"
+    assert trees["total"]["token_factor"] == 127 / 72
+    assert trees["drawn"]["group_id"] == "b"
+    assert look(folder, sample="a#1", max_tokens=50).trees.drawn.group_id == "a"
+
+
+def test_rows_are_as_long_as_the_run_has_them(tmp_path, capsys) -> None:
+    folder = built(tmp_path, run_of("a", 3))
+    for size, rows, tokens in ((42, 2, 29 + 41), (43, 1, 43)):
+        settings = ["data.max_tokens=41", f"training.tokens_per_row={size}"]
+        run_inspect(str(folder), model="bytes", overrides=settings, as_json=True)
+        total = json.loads(capsys.readouterr().out)["trees"]["total"]
+        assert (total["tree_tokens"], total["rows"], total["row_tokens"]) == (43, rows, tokens)
+        assert total["repeated_tokens"] == tokens - 43
+
+
+def test_settings_under_which_nothing_is_shared_are_said(tmp_path, capsys) -> None:
+    folder = built(tmp_path, run_of("a", 2))
+    run_inspect(str(folder), model="bytes")
+    assert "  but " not in capsys.readouterr().out
+    for setting in ('data.group="none"', "adapter.dropout=0.1", 'model.attention="plain"'):
+        run_inspect(str(folder), model="bytes", overrides=[setting], html=tmp_path / "page.html")
+        out = capsys.readouterr().out
+        assert f"  but                 {setting.replace('=', ' = ')}: " in out
+        assert "43 tokens one by one, 29 in 1 tree with 1 fork" in out  # whatever the run does with them
+        assert "samples cannot share" in out or "share less" in out or "run apart" in out
+    assert "run apart" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_rows_of_a_file_have_no_trees(tmp_path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "c"}')
+    found = look(rows)
+    assert "prefix trees          none: each sample is a group of its own" in printed(found)
+    text, page = page_of(found, tmp_path)
+    assert "svg" not in page.elements
+    assert "Why sharing breaks" not in text
+
+
+def test_the_page_draws_the_tree_and_shows_hostile_text_as_text(tmp_path) -> None:
+    attack = "<script>alert(1)</script>"
+    messages = [user("go"), assistant("x"), user(attack), assistant(attack), user("on"), assistant("done")]
+    text, page = page_of(look(built(tmp_path, trajectory(f"a{attack}", *messages)), sample=0), tmp_path)
+    assert page.elements.count("rect") == 3 + 3 + 2  # three paths; the trunk trains three turns, each fork an end token
+    assert page.elements.count("line") == 2
+    assert {"script"}.isdisjoint(page.elements)
+    assert "&lt;script&gt;alert(1)" in text[text.index("Why sharing breaks") : text.index("<figure>")]
+    assert 'role="img" aria-label="a&lt;script&gt;' in text
+    assert page.elements.count("title") == 1 + 3
+
+
 def test_settings_come_from_a_run_file_and_from_overrides(tmp_path, capsys) -> None:
     folder = built(tmp_path, run_of("a", 2))
     run_file = tmp_path / "run.toml"

@@ -76,10 +76,10 @@ def read(value: Any, origin: Origin) -> Trajectory:
     for key in row.keys() - _READ_KEYS:
         origin.notes[f"unread_key:{key[:80]}"] += 1
     tools = row.get("tools")
-    own_id = _first_name(row, _ID_KEYS)
+    own_id = first_name(row, _ID_KEYS)
     wanted = own_id if own_id is not None else f"{origin.stem}:{origin.row}"
-    run = _first_name(row, ("run_id",))
-    instance = _first_name(row, _TASK_KEYS)
+    run = first_name(row, ("run_id",))
+    instance = first_name(row, _TASK_KEYS)
     if run is not None and wanted == instance:
         wanted = f"{wanted}.{run}"
     return Trajectory(
@@ -87,10 +87,10 @@ def read(value: Any, origin: Origin) -> Trajectory:
         task_id=task_of(instance if instance is not None else wanted),
         source_format=FORMAT,
         source_file=origin.file,
-        model=_first_name(row, _MODEL_KEYS),
+        model=first_name(row, _MODEL_KEYS),
         tools=read_tools(row.get("functions") if tools is None else tools, origin.notes),
         messages=tuple(pair_results([read_message(raw, index) for index, raw in enumerate(messages)])),
-        exit_status=_first_name(row, ("exit_status",)),
+        exit_status=first_name(row, ("exit_status",)),
         outcome=_read_outcome(row, origin),
     )
 
@@ -122,7 +122,8 @@ def task_of(instance_id: str) -> str:
     return instance_id
 
 
-def _first_name(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
+def first_name(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
+    """Return the first of `keys` that holds a name: text, or a number as text."""
     for key in keys:
         held = row.get(key)
         if isinstance(held, str) and held:
