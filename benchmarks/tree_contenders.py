@@ -50,12 +50,14 @@ class Work:
         rank: of its LoRA adapter.
         updates: samples of each update; the first is a short warm-up.
         tokens_per_row: longest row of the trees.
+        threads: that a contender computes on.
     """
 
     shape: dict[str, Any]
     rank: int
     updates: tuple[tuple[Sample, ...], ...]
     tokens_per_row: int
+    threads: int
 
 
 class Turns:
@@ -169,6 +171,7 @@ def main() -> None:
     name, path = sys.argv[1:]
     turns = Turns()
     work: Work = pickle.loads(Path(path).read_bytes())  # written by trees.py a moment ago
+    torch.set_num_threads(work.threads)
     if name == "trl":
         run_trl(work, turns)
     else:

@@ -1,6 +1,6 @@
 """Prefix trees on the CPU: all turns of a real trajectory, against TRL's SFTTrainer and against our own plain rows.
 
-    python benchmarks/trees.py [--logs LOG ...] [--tokenizer FOLDER] [--repeats 3] [--json FILE]
+    python benchmarks/trees.py [--logs LOG ...] [--tokenizer FOLDER] [--repeats 2] [--threads 1] [--json FILE]
 
 Work     Every turn of a recorded run with 25 turns or more, rendered by the model's chat template, long observations
          shortened; one update holds them all. A random Qwen3 of 4 layers with LoRA, float32. Token ids are renumbered
@@ -91,11 +91,9 @@ def main() -> None:
             samples, vocabulary = real_samples(log, tokenizer, options.observation_limit_tokens)
             name = f"{samples[0].group_id}, {options.tokenizer.name} chat template"
             print(f"\n{name}")
-            case, unmet = measure(samples, vocabulary, options.repeats)
-            record.setdefault("cases", {})[name] = {
-                "observation_limit_tokens": options.observation_limit_tokens,
-                **case,
-            }
+            figures, unmet = measure(samples, vocabulary, options)
+            figures["observation_limit_tokens"] = options.observation_limit_tokens
+            record.setdefault("cases", {})[name] = figures
             missed += [f"{name}: {each}" for each in unmet]
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -125,11 +123,13 @@ def real_samples(log: Path, tokenizer: Path, observation_limit_tokens: int) -> t
     return renumbered, len(known)
 
 
-def measure(samples: Sequence[Sample], vocabulary: int, repeats: int) -> tuple[dict[str, Any], list[str]]:
+def measure(
+    samples: Sequence[Sample], vocabulary: int, options: argparse.Namespace
+) -> tuple[dict[str, Any], list[str]]:
     """Return the figures of all contenders on one update of `samples`, and the demands that were not met."""
     shape = {**SHAPE, "vocab_size": vocabulary}
-    updates = (tuple(samples[:WARM_UP_SAMPLES]), *[tuple(samples)] * repeats)
-    work = Work(shape, RANK, updates, tokens_per_row=tree_tokens(samples))
+    updates = (tuple(samples[:WARM_UP_SAMPLES]), *[tuple(samples)] * options.repeats)
+    work = Work(shape, RANK, updates, tree_tokens(samples), options.threads)
     saving = theoretical_saving(samples, shape)
     print(
         f"  {len(samples)} samples: {saving['tokens_one_by_one']} tokens one by one, {saving['tokens_in_tree']} in the "
@@ -157,7 +157,8 @@ def measure(samples: Sequence[Sample], vocabulary: int, repeats: int) -> tuple[d
         if share < LEAST_SHARE:
             missed.append(f"{share:.0%} of the theoretical saving against {name}, {LEAST_SHARE:.0%} is demanded")
     model = {"family": "qwen3", "lora_rank": RANK, "dtype": "float32", **shape}
-    figures = {"model": model, "theoretical_saving": saving, "load_average": load, "timed_updates": repeats}
+    figures = {"model": model, "theoretical_saving": saving, "load_average": load}
+    figures |= {"timed_updates": options.repeats, "threads": options.threads}
     return {**figures, "contenders": sides}, missed
 
 
@@ -319,7 +320,7 @@ def _million_tokens() -> Iterator[tuple[str, list[Sample], int]]:
     yield "preference pairs", joined([[starts[n % 20], ids(100 + n % 7)] for n in range(480)]), 8192
     yield "duplicates", joined([[history[:500]]] * 2000), 4096
     yield "short and unrelated", joined([[ids(100)] for _ in range(10_000)]), 4096
-    yield "ten tokens each", joined([[ids(10)] for _ in range(100_000)]), 4096
+    yield "twenty tokens each", joined([[ids(20)] for _ in range(50_000)]), 4096
     yield "few and long", joined([[ids(125_000)] for _ in range(8)]), 131_072
 
 
@@ -375,7 +376,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, nargs="+", default=[_LOG], help="logs of runs with 25 turns or more")
     parser.add_argument("--tokenizer", type=Path, default=_TOKENIZER, help="folder of a tokenizer with a chat template")
     parser.add_argument("--observation-limit-tokens", type=int, default=32, help="observations are shortened to this")
-    parser.add_argument("--repeats", type=int, default=3, help="timed updates of each contender")
+    parser.add_argument("--repeats", type=int, default=2, help="timed updates of each contender")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="that each contender computes on; more wait for a core "
+        "on a busy machine, and longest where there are many short operations",
+    )
     parser.add_argument("--json", type=Path, default=_RESULT, help="where the figures are kept, case by case")
     return parser.parse_args()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import sys
 import traceback
 import warnings
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from traceforge.training.run import RunOutcome
     from traceforge.trajectories.manifest import IngestSummary
 
-_VERBS = ("demo", "ingest", "build", "inspect", "train", "evaluate", "report", "version")
+_VERBS = ("demo", "ingest", "build", "inspect", "train", "evaluate", "compare", "report", "version")
 
 
 class _VerbsInOrder(typer.core.TyperGroup):
@@ -209,25 +210,46 @@ def inspect(  # noqa: PLR0913 - one parameter per option
 
 
 @app.command()
-def train(
+def train(  # noqa: PLR0913 - one parameter per option
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file; see examples/.")],
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Register the protocol; touch no weights.")] = False,
     extend: Annotated[
         Path | None, typer.Option("--extend", metavar="RUN", help="Go on from the newest checkpoint of this run.")
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", min=1, help="Share the work: N processes, one GPU each.")
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option("--gpus", metavar="0,1", help="One rank on each of these GPUs (numbers or UUIDs).")
+    ] = None,
+    allow_shared_device: Annotated[bool, typer.Option("--allow-shared-device", hidden=True)] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Train, evaluate before and after, and leave adapter, evidence and report."""
     _state["debug"] = debug
     from traceforge.config import load_run_file
+    from traceforge.parallel.devices import is_rank
 
-    config = load_run_file(run_file, overrides or [])
-    from traceforge.training.run import run
+    changes = [*(overrides or []), *(["parallel.shared_device=true"] if allow_shared_device else [])]
+    config = load_run_file(run_file, changes)
+    if gpus is None and ranks in {None, 1}:
+        from traceforge.training.run import run
 
-    outcome = run(config, dry_run=dry_run, extend=extend)
-    _finish(outcome, as_json=as_json)
+        _finish(run(config, dry_run=dry_run, extend=extend), as_json=as_json)
+        return
+    if is_rank(os.environ):
+        raise UsageError("--ranks and --gpus start ranks, and this process is one already (RANK is set)")
+    if dry_run:
+        raise UsageError("--dry-run registers the protocol in one process; leave out --ranks and --gpus")
+    from traceforge.training.ranks import run_on_ranks
+
+    options = [*(f"--set={change}" for change in changes), *([] if extend is None else [f"--extend={extend}"])]
+    options += [*(["--json"] if as_json else []), *(["--debug"] if debug else [])]
+    evidence = run_on_ranks(config, ["train", str(run_file), *options], num_ranks=ranks, gpus=gpus)
+    if evidence.decision == "reject":
+        raise typer.Exit(3)
 
 
 @app.command()
@@ -242,6 +264,38 @@ def evaluate(
 
     result = evaluate_again(run_folder)
     _print(result.as_dict(), as_json=as_json, text=result.describe())
+
+
+@app.command()
+def compare(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file; see examples/.")],
+    oracle: Annotated[str, typer.Option("--with", metavar="trl|accelerate", help="The standard trainer.")],
+    updates: Annotated[int, typer.Option("--updates", min=1, help="Updates that both sides make.")] = 2,
+    overrides: Overrides = None,
+    oracle_overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--oracle-set",
+            metavar="SECTION.FIELD=VALUE",
+            help="Change a setting for the standard trainer alone, to see the comparison fail: objective.beta=3",
+        ),
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Make the same updates with a standard trainer and compare; exit code 3 if they disagree."""
+    _state["debug"] = debug
+    from traceforge.oracles.compare import compare as run_comparison
+
+    comparison = run_comparison(
+        run_file,
+        oracle=oracle,
+        updates=updates,
+        overrides=overrides or [],
+        oracle_overrides=oracle_overrides or [],
+    )
+    _print(comparison.as_dict(), as_json=as_json, text=comparison.describe())
+    comparison.require_agreement()
 
 
 @app.command()

@@ -116,9 +116,7 @@ def mean_of_means(patch: Patch) -> None:
         return replace(update, denominator=float(len(update.rows)))
 
     _with_plan(patch, planned)
-    patch.setattr(
-        methods, "weighted_nll", lambda logp_N, weights_N: -(weights_N * logp_N).sum() / weights_N.sum()
-    )
+    patch.setattr(methods, "weighted_nll", lambda logp_N, weights_N: -(weights_N * logp_N).sum() / weights_N.sum())
 
 
 def divided_by_the_micro_batches_once_more(patch: Patch) -> None:

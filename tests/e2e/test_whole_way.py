@@ -13,9 +13,8 @@ from traceforge.training import run as training_run
 
 LOGS = ROOT / "tests" / "data" / "trajectories" / "mini-swe-agent-v1"
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 def test_every_verb_of_the_way_from_real_logs_to_a_report(tmp_path, traceforge, smollm2):
     ingested = traceforge("ingest", LOGS / "local.traj.json", LOGS / "github_issue.traj.json", "-o", "t", "--json")
     assert ingested.code == 0, ingested.err
@@ -62,6 +61,7 @@ def test_every_verb_of_the_way_from_real_logs_to_a_report(tmp_path, traceforge, 
     assert (folder / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_the_demo_goes_from_bundled_logs_to_a_report_and_again_into_a_new_folder(tmp_path, smollm2, monkeypatch):
     (tmp_path / ".cache" / "models").mkdir(parents=True)
     (tmp_path / ".cache" / "models" / smollm2.name).symlink_to(smollm2)
@@ -82,3 +82,19 @@ def test_the_demo_goes_from_bundled_logs_to_a_report_and_again_into_a_new_folder
     again = run_demo(Path("demo"), updates=1)
     assert str(again.folder) != result["folder"]
     assert Path(tmp_path, result["report"]).read_bytes() == before
+
+
+def test_a_transcript_sample_printed_by_inspect_reads_as_the_rendering_is_defined(traceforge, tiny_model, samples):
+    settings = ["--set", "data.rendering=transcript"]
+    shown = traceforge("inspect", samples, "--model", tiny_model, *settings, "--sample", "run-task-0#1", "--raw")
+    assert shown.code == 0, shown.err
+    assert shown.out == (
+        "<|im_start|>system\nYou are learning from a debug trajectory.<|im_end|>\n"
+        "<|im_start|>user\nCase: task-0\n"
+        "[SYSTEM #0]\nBe brief.\n\n"
+        "[USER #1]\nSolve task-0.\n\n"
+        "[ASSISTANT #2]\nLook 0 at task-0.\n\n"
+        "[USER #3]\nSeen 0.\n"
+        "Predict next action.<|im_end|>\n"
+        "<|im_start|>assistant\nLook 1 at task-0.<|im_end|>\n"
+    )

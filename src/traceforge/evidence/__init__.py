@@ -6,6 +6,7 @@ run is reported on a laptop.
     decision.py       the decision as a pure function of losses, gate and failure
     schema.py         evidence.json as models, and its JSON Schema
     recorder.py       the run folder while a run writes it
+    rank_record.py    where each of several ranks stands
     run_record.py     the same files read back, with what is missing or torn counted
     storage.py        writing so that nothing half-written looks whole, and JSON without NaN
     provenance.py     versions, hardware, revision, content hashes

@@ -49,6 +49,10 @@ class Failure(EvidencePart):
     message: str
     hint: str | None = None
     """The way out, if the error knew one."""
+    rank: int | None = None
+    """Which of several ranks it was that failed; null in a run of one process."""
+    exit_code: int | None = None
+    """With `rank`: what that rank's process ended with; below 0 = the signal that killed it."""
 
 
 class Losses(EvidencePart):

@@ -73,7 +73,7 @@ def create_run_folder(output_dir: Path, run_name: str) -> Path:
 
 
 class RunRecorder:
-    """Writes the files of one run folder. Only rank 0 writes more than its log.
+    """Writes the files of one run folder. Every rank makes the same calls; only rank 0 writes more than its log.
 
     Every method but `log` raises `StorageError`, naming the file, when it cannot write. Safe to call from threads.
     """
@@ -85,6 +85,7 @@ class RunRecorder:
             StorageError: the folder cannot be written, or its disk has no room for the reserve.
         """
         self.folder = folder
+        self._is_first = rank == 0
         self._lock = threading.RLock()  # a signal handler may log while a line is being written
         self._updates = LineFile(folder / "updates.jsonl")
         self._evaluations = LineFile(folder / "evaluations.jsonl")
@@ -93,7 +94,7 @@ class RunRecorder:
         self._reserve = folder / _RESERVE_NAME
         try:
             self._log.path.parent.mkdir(parents=True, exist_ok=True)
-            if rank == 0:
+            if self._is_first:
                 self._set_aside()
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -109,16 +110,16 @@ class RunRecorder:
     def write_config(self, config: str | Mapping[str, Any]) -> None:
         """Write run.json, the resolved configuration, given as JSON text or as plain values."""
         values = json.loads(config) if isinstance(config, str) else config
-        write_whole(self.folder / "run.json", to_json(values, indent=2) + b"\n")
+        self._write("run.json", to_json(values, indent=2))
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         """Write manifest.json: versions, revisions, hashes, and under `dataset` the statistics with every drop."""
-        write_whole(self.folder / "manifest.json", to_json(manifest, indent=2) + b"\n")
+        self._write("manifest.json", to_json(manifest, indent=2))
 
     def write_samples(self, samples: Sequence[SampleView | Mapping[str, Any]]) -> None:
         """Write samples.json, the few samples whose masks the report shows."""
         clean, _ = finite_or_null(list(samples))
-        write_whole(self.folder / "samples.json", encode(clean, indent=1) + b"\n")
+        self._write("samples.json", encode(clean, indent=1))
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Add a line to updates.jsonl.
@@ -153,6 +154,8 @@ class RunRecorder:
             StorageError: it cannot be written, not even in its smaller form; an earlier one stands as it was.
         """
         path = self.folder / "evidence.json"
+        if not self._is_first:
+            return path
         with contextlib.suppress(OSError):
             self._reserve.unlink(missing_ok=True)
         if self._lost_log_lines:
@@ -170,10 +173,17 @@ class RunRecorder:
         with self._lock:
             for file in (self._updates, self._evaluations, self._log):
                 file.close()
-        with contextlib.suppress(OSError):
-            self._reserve.unlink(missing_ok=True)
+        if self._is_first:
+            with contextlib.suppress(OSError):
+                self._reserve.unlink(missing_ok=True)
+
+    def _write(self, name: str, content: bytes) -> None:
+        if self._is_first:
+            write_whole(self.folder / name, content + b"\n")
 
     def _append(self, file: LineFile, line: bytes) -> None:
+        if not self._is_first:
+            return
         with self._lock:
             removed = file.append(line)
         if removed:

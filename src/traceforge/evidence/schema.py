@@ -52,6 +52,7 @@ __all__ = [
     "Monitor",
     "Packing",
     "Quantization",
+    "Ranks",
     "RunMode",
     "Stage",
     "Techniques",
@@ -213,6 +214,16 @@ class Packing(EvidencePart):
     mean_samples_per_row: float | None = None
 
 
+class Ranks(EvidencePart):
+    """How several ranks worked together: a grid, data x branch."""
+
+    data: int
+    """Ranks, or pairs of ranks, that had different samples."""
+    branch: int
+    """Ranks that a preference pair was split over."""
+    backend: str
+
+
 class Techniques(EvidencePart):
     """What ran to save memory or time. None of it may change a result."""
 
@@ -223,6 +234,8 @@ class Techniques(EvidencePart):
     logits_chunk_tokens: int | None = None
     loss_scaling: bool | None = None
     """fp16 only."""
+    ranks: Ranks | None = None
+    """null = one process."""
 
 
 class MechanismMetrics(EvidencePart):

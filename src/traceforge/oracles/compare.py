@@ -5,13 +5,14 @@
 
 Alike      Tokens, masks, update lists, initial weights, optimizer and schedule (stretched over the compared updates).
 Arithmetic float32 on both sides, whatever `model.dtype` says, and the output says so: narrower rounding would hide
-           errors. Quantised weights, dropout, 8-bit AdamW and warm-up are refused by name.
+           errors. Quantised weights, dropout, 8-bit AdamW, warm-up and branch-parallel pairs are refused by name.
 Cost       The network twice in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -31,17 +32,18 @@ from traceforge.oracles.accelerate import accelerate_sft
 from traceforge.oracles.comparison_table import comparison_text
 from traceforge.oracles.cpo import check_pairs, trl_simpo
 from traceforge.oracles.our_run import trace_our_run
-from traceforge.oracles.record import ConformanceRecord, Tolerances, compare_traces
+from traceforge.oracles.record import REAL_WEIGHTS, ConformanceRecord, compare_traces
 from traceforge.oracles.trace import TrainingTrace, check_samples, check_settings, require, versions
 from traceforge.oracles.trl import trl_sft
-from traceforge.samples.dataset import SampleSets, load_samples
-from traceforge.samples.pair_loading import PairSets, load_pairs
+from traceforge.samples.branches import Pair
+from traceforge.samples.dataset import load_samples
+from traceforge.samples.pair_loading import load_pairs
 from traceforge.samples.tokenizer import load_tokenizer
+from traceforge.samples.tokens import Sample
 from traceforge.training.methods import Item
 from traceforge.training.order import UpdateOrder
 
 OracleName = Literal["trl", "accelerate"]
-DEFAULT_UPDATES = 2
 FILE_NAME = "compare.json"
 
 _MAY_DIFFER = ("objective", "optimizer", "schedule")
@@ -56,8 +58,9 @@ class Comparison:
     record: ConformanceRecord
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record with its folder, as plain values."""
-        return {"folder": str(self.folder), **self.record.as_dict()}
+        """Return the record with its folder as JSON values, like the file: what is not finite is null, and listed."""
+        values: dict[str, Any] = json.loads(to_json({"folder": str(self.folder), **self.record.as_dict()}))
+        return values
 
     def describe(self) -> str:
         """Return the table that a person reads."""
@@ -81,7 +84,7 @@ def compare(
     run_file: Path,
     *,
     oracle: str,
-    updates: int = DEFAULT_UPDATES,
+    updates: int,
     overrides: Sequence[str] = (),
     oracle_overrides: Sequence[str] = (),
     console: Console | None = None,
@@ -107,8 +110,7 @@ def compare(
     sets = _load_data(config, location)
     order = UpdateOrder(sets.train, items_per_update=config.items_per_update, seed=config.training.seed)
     lists = [items for _, _, items in islice(order.updates(passes=None), updates)]
-    for items in lists:
-        check_samples(items) if config.objective.method == "sft" else check_pairs(items)
+    _check_items([item for items in lists for item in items])
     folder = create_run_folder(config.output_dir, f"compare-{config.run_name}")
     write_whole(folder / "run.json", to_json(config.model_dump(mode="json"), indent=2) + b"\n")
     setting = {
@@ -120,15 +122,19 @@ def compare(
         "update_items": [[item.sample_id for item in items] for items in lists],
     }
     try:
-        record = _run_both(config, told, (oracle, location), (order, lists), console)
+        record = _run_both((config, told), (oracle, location), (order, lists), console)
     except Exception as error:
         known = _named(error)
-        record = _unfinished(known)
+        _save(folder, setting, _unfinished(known))
         raise known from error
-    finally:
-        record = replace(record, figures={**setting, **record.figures})
-        write_whole(folder / FILE_NAME, to_json(record.as_dict(), indent=2) + b"\n")
-    return Comparison(folder, record)
+    return Comparison(folder, _save(folder, setting, record))
+
+
+def _save(folder: Path, setting: Mapping[str, Any], record: ConformanceRecord) -> ConformanceRecord:
+    """Write the record, with what was compared among its figures, and return it so."""
+    whole = replace(record, figures={**setting, **record.figures})
+    write_whole(folder / FILE_NAME, to_json(whole.as_dict(), indent=2) + b"\n")
+    return whole
 
 
 def compared_settings(config: RunConfig, *, updates: int) -> RunConfig:
@@ -173,25 +179,36 @@ def check_comparison(config: RunConfig, told: RunConfig, oracle: str) -> None:
             f"adapter.dropout = {config.adapter.dropout}: two trainers never draw the same one",
             hint="add --set adapter.dropout=0",
         )
+    if config.parallel.pairs == "branch_parallel":
+        raise UsageError(
+            "parallel.pairs = 'branch_parallel': a comparison runs in one process",
+            hint="add --set parallel.pairs=shared_prefix; tests/equivalence proves that both make the same update",
+        )
     check_settings(told.optimizer, told.schedule)
     check_settings(config.optimizer, config.schedule)
     for library in ("trl", "datasets") if oracle == "trl" else ("accelerate",):
         require(library)
 
 
-def _load_data(config: RunConfig, location: ModelLocation) -> SampleSets | PairSets:
+def _load_data(config: RunConfig, location: ModelLocation) -> Any:
+    """Return the run's `SampleSets` or `PairSets`."""
     tokenizer = load_tokenizer(str(location.folder), template_file=config.model.template_file)
-    load = load_samples if config.objective.method == "sft" else load_pairs
+    load: Any = load_samples if config.objective.method == "sft" else load_pairs
     return load(config.data, tokenizer, template_kwargs=config.model.template_kwargs)
 
 
+def _check_items(items: Sequence[Item]) -> None:
+    check_pairs([item for item in items if isinstance(item, Pair)])
+    check_samples([item for item in items if isinstance(item, Sample)])
+
+
 def _run_both(
-    config: RunConfig,
-    told: RunConfig,
+    settings: tuple[RunConfig, RunConfig],
     oracle: tuple[str, ModelLocation],
     work: tuple[UpdateOrder, Sequence[Sequence[Item]]],
     console: Console,
 ) -> ConformanceRecord:
+    config, told = settings
     name, location = oracle
     order, lists = work
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -201,24 +218,19 @@ def _run_both(
     theirs = run_oracle(name, model, lists, told)
     console.print(f"{num_updates} by this project", markup=False)
     ours = trace_our_run(model, order, config, total_updates=len(lists))
-    record = compare_traces(ours, theirs, tolerances_of(config))
+    record = compare_traces(ours, theirs, REAL_WEIGHTS)
     return replace(record, figures={**record.figures, "device": str(device), "layout": model.effective_attention()})
 
 
 def run_oracle(name: str, model: LanguageModel, lists: Sequence[Sequence[Any]], config: RunConfig) -> TrainingTrace:
     """Return what the oracle called `name` does with these update lists, on a copy of the model's network."""
-    settings = {"optimizer": config.optimizer, "schedule": config.schedule}
+    settings: dict[str, Any] = {"optimizer": config.optimizer, "schedule": config.schedule}
     if isinstance(config.objective, SimpoObjective):
         return trl_simpo(model.model, lists, objective=config.objective, **settings)
     if name == "trl":
         return trl_sft(model.model, lists, **settings)
     # Accelerate ends a window with a pass: each list is a pass of its own, so that updates may differ in size.
     return accelerate_sft(model.model, lists, samples_per_update=max(map(len, lists)), **settings)
-
-
-def tolerances_of(config: RunConfig) -> Tolerances:
-    """Return what a comparison on real weights allows."""
-    return Tolerances()
 
 
 def _named(error: Exception) -> TraceForgeError:

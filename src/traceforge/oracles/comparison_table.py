@@ -16,7 +16,6 @@ _LOGGED = {
     "margin": ("reward margin", "reward_relative"),
     "accuracy": ("preference accuracy", None),
 }
-_HEADINGS = ("figure", "this project", "", "difference", "allowed", "")
 
 
 class _Line(NamedTuple):
@@ -38,7 +37,10 @@ class _Line(NamedTuple):
 def comparison_text(record: ConformanceRecord) -> str:
     """Return what was compared, every figure with its difference and tolerance, and the verdict."""
     figures = record.figures
-    table = [_HEADINGS[:2] + (figures["oracle"],) + _HEADINGS[3:], *(line.cells() for line in _lines(record))]
+    table = [
+        ("figure", "this project", figures["oracle"], "difference", "allowed", ""),
+        *(line.cells() for line in _lines(record)),
+    ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rows = ["  ".join(_aligned(row, widths)).rstrip() for row in table]
     failed = record.failed_checks
@@ -73,8 +75,7 @@ def _lines(record: ConformanceRecord) -> Iterator[_Line]:
         yield _line(f"update {number + 1}: loss", ours, theirs, loss_size(theirs, logged), tolerance)
         if logged is not None:
             yield from _logged_lines(figures["logged"]["ours"][number], logged, allowed)
-        norms = (figures["gradient_norms"][side][number] for side in ("ours", "theirs"))
-        mine, other = norms
+        mine, other = (figures["gradient_norms"][side][number] for side in ("ours", "theirs"))
         yield _line("  gradient norm", mine, other, abs(other) or 1.0, allowed["gradient_norm_relative"])
     yield _Line(
         "gradient of update 1, relative L2",
@@ -82,16 +83,18 @@ def _lines(record: ConformanceRecord) -> Iterator[_Line]:
         allowed=allowed["gradient_relative_l2"],
     )
     yield _Line(
-        "weight changes, relative L2",
+        "weight changes, all, relative L2",
+        difference=figures["weight_change_of_all_relative_l2"],
+        allowed=allowed["weight_change_of_all_relative_l2"],
+    )
+    yield _Line(
+        "weight changes, worst tensor, relative L2",
         difference=figures["worst_weight_change_relative_l2"],
         allowed=allowed["weight_change_relative_l2"],
     )
-    seconds = figures["seconds"]
-    yield _Line("seconds an update, median", *(f"{statistics.median(seconds[side]):.2f}" for side in _SIDES))
-    yield _Line("peak memory above the start, MiB", *(_mebibytes(figures["peak_bytes"][side]) for side in _SIDES))
-
-
-_SIDES = ("ours", "theirs")
+    seconds, peaks = figures["seconds"], figures["peak_bytes"]
+    yield _Line("seconds an update, median", _seconds(seconds["ours"]), _seconds(seconds["theirs"]))
+    yield _Line("peak memory above the start, MiB", _mebibytes(peaks["ours"]), _mebibytes(peaks["theirs"]))
 
 
 def _logged_lines(
@@ -121,6 +124,10 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 def _short(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}"
+
+
+def _seconds(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f}" if values else "no update"
 
 
 def _mebibytes(value: int | None) -> str:

@@ -49,7 +49,14 @@ PATH = "trl.experimental.cpo.CPOTrainer.train"
 
 _NAMES = dict(
     zip(
-        ("logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
+        (
+            "logps/chosen",
+            "logps/rejected",
+            "rewards/chosen",
+            "rewards/rejected",
+            "rewards/margins",
+            "rewards/accuracies",
+        ),
         LOGGED,
         strict=True,
     )

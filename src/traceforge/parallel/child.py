@@ -1,4 +1,4 @@
-"""What a rank does first when `launch.start_ranks` has started it. Imports no torch."""
+"""What a rank does first, whoever started it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 STARTED_BY = "TRACEFORGE_STARTED_BY"
 """Environment variable of a rank: the process id of its starter, which also gave it its device."""
+RUN_FOLDER = "TRACEFORGE_RUN_FOLDER"
+"""Environment variable of a rank: the run folder that its starter has made."""
 
 
 def settle_in(environment: Mapping[str, str]) -> None:
@@ -23,6 +26,15 @@ def settle_in(environment: Mapping[str, str]) -> None:
     if environment.get("RANK") != "0":
         os.dup2(2, 1)
     threading.Thread(target=_end_with, args=(int(starter),), daemon=True, name="end with the starter").start()
+
+
+def speak_to(log: Path) -> None:
+    """Send all that this process says from here on to the end of a file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
 
 
 def _end_with(starter: int, *, every_s: float = 1.0, at_last_s: float = 120.0) -> None:

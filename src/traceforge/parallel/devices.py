@@ -90,6 +90,8 @@ def claim_device(
 ) -> None:
     """Leave only this rank's own card visible, for ranks that were started with all cards (plain torchrun).
 
+    It is number 0 then, and so LOCAL_RANK becomes 0, by which libraries choose a card.
+
     Args:
         local_rank: number of the rank on its host.
         local_size: ranks on its host.
@@ -103,14 +105,14 @@ def claim_device(
         return  # one rank, no card, or already narrowed (torchrun --virtual-local-rank)
     if visible is None:
         place = local_rank % max(1, count_gpus()) if shared else local_rank
-        environment[VARIABLE] = str(place)
+        environment.update({VARIABLE: str(place), "LOCAL_RANK": "0"})
         return
     if local_rank >= len(visible) and not shared:
         raise ConfigError(
             f"rank {local_rank} of this host has no card of its own: {len(visible)} can be seen{_because(visible)}",
             hint=f"start fewer ranks; {_SHARE}",
         )
-    environment[VARIABLE] = visible[local_rank % len(visible)]
+    environment.update({VARIABLE: visible[local_rank % len(visible)], "LOCAL_RANK": "0"})
 
 
 def _named(entry: str, asked: str, names: tuple[str, ...], visible: tuple[str, ...] | None) -> str:

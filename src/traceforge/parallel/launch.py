@@ -166,6 +166,8 @@ class _Logs(LogsSpecs):
         for number, variables in envs.items():
             variables.update(self._shared)
             variables["CUDA_VISIBLE_DEVICES"] = self._devices[number]
+            if self._devices[number]:  # libraries choose a card by LOCAL_RANK, and there is only number 0
+                variables["LOCAL_RANK"] = "0"
             variables["TORCHELASTIC_ERROR_FILE"] = ""
         return LogsDest(
             stdouts=dict.fromkeys(envs, ""),

@@ -53,6 +53,8 @@ def meet(
         RankLostError: a rank did not come.
     """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before a library chooses one by LOCAL_RANK
     size = int(environment["WORLD_SIZE"]) if is_rank(environment) else 1
     if branch_parallel and size % 2:
         raise ConfigError(

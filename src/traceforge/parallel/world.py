@@ -46,6 +46,20 @@ class Device:
     capability: str = ""
 
 
+def describe_device(device: torch.device) -> Device:
+    """Return what tells this device from others, and what the evidence says of it."""
+    if device.type != "cuda":
+        return Device("cpu")
+    properties: Any = torch.cuda.get_device_properties(device)
+    return Device(
+        "cuda",
+        identity=str(properties.uuid),
+        name=properties.name,
+        memory_bytes=properties.total_memory,
+        capability=f"{properties.major}.{properties.minor}",
+    )
+
+
 class World:
     """One process. Also the interface of a rank among several.
 
@@ -139,7 +153,7 @@ class ConnectedWorld(World):
         self._num_exchanges = {False: 0, True: 0}
 
     def start(self) -> None:
-        """Form the process group and the data x branch mesh.
+        """Form the process group, and within it one group for each pair of branches.
 
         Raises:
             RankLostError: a rank did not come within the time limit.
@@ -153,11 +167,11 @@ class ConnectedWorld(World):
             dist.init_process_group(
                 self.backend, store=store, rank=self.rank, world_size=self.size, timeout=limit, **options
             )
-            mesh = dist.init_device_mesh(
-                self._wire.type, (self.data_size, self.branch_size), mesh_dim_names=("data", "branch")
-            )
-        self._group = dist.group.WORLD
-        self._branch_group = mesh.get_group("branch")
+            self._group = dist.group.WORLD
+            if self.branch_size > 1:  # not torch's DeviceMesh: its groups do not take over the time limit
+                grid = torch.arange(self.size).reshape(self.data_size, self.branch_size).tolist()
+                groups = [dist.new_group(ranks, timeout=limit) for ranks in grid]
+                self._branch_group = groups[self.data_rank]
 
     def close(self) -> None:
         """Leave the group, when every rank has come to its end."""
@@ -210,6 +224,8 @@ class ConnectedWorld(World):
 
     def gather_scores(self, scores_P: Tensor) -> Tensor:
         """Return the scores of all ranks of this branch group [R, P] by branch rank, without gradient."""
+        if self.branch_size == 1:
+            return super().gather_scores(scores_P)
         with self._exchange("the scores", within_branches=True) as group:
             return collectives.gather(scores_P, group, self._wire)
 
@@ -291,22 +307,11 @@ class ConnectedWorld(World):
             ) from error
 
 
-def describe_device(device: torch.device) -> Device:
-    if device.type != "cuda":
-        return Device("cpu")
-    properties: Any = torch.cuda.get_device_properties(device)
-    return Device(
-        "cuda",
-        identity=str(properties.uuid),
-        name=properties.name,
-        memory_bytes=properties.total_memory,
-        capability=f"{properties.major}.{properties.minor}",
-    )
-
-
 def name_ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 1` or `ranks 1, 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def first_line(error: BaseException) -> str:
+    """Return what an error says, without the trace that libraries put behind it."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -90,9 +90,12 @@ def common_prompt(chosen: Sequence[Message], rejected: Sequence[Message]) -> int
     """Return how many leading messages are the prompt of two whole conversations.
 
     Raises:
-        PairRefused: `no_common_beginning`: they share none, or none of a user, so they are not about one task.
+        PairRefused: `no_common_beginning`: they share none, or none of a user, so they are not about one task;
+            `identical_sides`: they are the same throughout.
     """
     shared = common_messages(chosen, rejected)
+    if 0 < shared == len(chosen) == len(rejected):
+        raise PairRefused("identical_sides", f"both sides are the same {shared} message(s)")
     if not any(message.role == "user" for message in chosen[:shared]):
         what = "nothing" if shared == 0 else f"only {shared} message(s) of role {chosen[0].role}"
         raise PairRefused("no_common_beginning", f"the sides share {what}, and no message of a user")

@@ -16,8 +16,9 @@ class TaskNames:
         self._parents: dict[str, str] = {}
         self._order: dict[str, int] = {}
         self._by_prompt: dict[bytes, str] = {}
+        self._stated: set[str] = set()
         self.num_joined = 0
-        """Tasks that were stated under two names."""
+        """How often two tasks that were both stated proved to be one."""
 
     def add(self, tasks: Sequence[str], *, prompt: bytes, stated: bool) -> str:
         """Join the tasks of a pair's sides with each other and with those of all pairs of this prompt.
@@ -30,8 +31,10 @@ class TaskNames:
             stated: a person or a log named the tasks; else their names are made up and joining them is no news.
         """
         first = tasks[0]
+        for task in tasks:
+            self._know(task, stated)
         for task in (*tasks, self._by_prompt.setdefault(prompt, first)):
-            self._join(first, task, count=stated)
+            self._join(first, task)
         return first
 
     def name(self, task: str) -> str:
@@ -43,12 +46,17 @@ class TaskNames:
             self._parents[task], task = root, self._parents[task]
         return root
 
-    def _join(self, one: str, other: str, *, count: bool) -> None:
-        for task in (one, other):
-            if task not in self._parents:
-                self._parents[task] = task
-                self._order[task] = len(self._order)
-        roots = sorted({self.name(one), self.name(other)}, key=self._order.__getitem__)
-        if len(roots) == 2:
-            self._parents[roots[1]] = roots[0]
-            self.num_joined += count
+    def _know(self, task: str, stated: bool) -> None:
+        if task not in self._parents:
+            self._parents[task] = task
+            self._order[task] = len(self._order)
+        if stated:
+            self._stated.add(self.name(task))
+
+    def _join(self, one: str, other: str) -> None:
+        first, second = sorted((self.name(one), self.name(other)), key=self._order.__getitem__)
+        if first != second:
+            self._parents[second] = first
+            self.num_joined += first in self._stated and second in self._stated
+            if second in self._stated:
+                self._stated.add(first)

@@ -6,6 +6,7 @@ Facts are filled in as they become known. Whatever happens, `evidence()` can be 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ import torch
 from traceforge.config import RunConfig
 from traceforge.errors import TraceForgeError
 from traceforge.evidence.provenance import describe_hardware, framework_versions
+from traceforge.evidence.rank_record import RankRecord, write_rank_record
 from traceforge.evidence.schema import (
     Artifact,
     Attention,
@@ -30,6 +32,7 @@ from traceforge.evidence.schema import (
     Monitor,
     Packing,
     Quantization,
+    Ranks,
     RunMode,
     Stage,
     Techniques,
@@ -39,6 +42,7 @@ from traceforge.evidence.schema import (
 from traceforge.evidence.summaries import percentile_95
 from traceforge.models.language_model import LanguageModel
 from traceforge.models.load import ModelLocation, linears_4bit
+from traceforge.parallel.world import ONE_PROCESS, World
 from traceforge.samples.dataset import SampleSets
 from traceforge.training.evaluation import EvaluationResult
 from traceforge.training.loop import Job
@@ -54,6 +58,7 @@ class Attempt:
 
     Args:
         stage: where it is; a failure is filed under it.
+        world: the ranks; each has an attempt of its own, and that of rank 0 is written.
         start_fingerprints: digests of the trained weights before the first update.
     """
 
@@ -68,10 +73,24 @@ class Attempt:
     sets: SampleSets | None = None
     model: LanguageModel | None = None
     job: Job | None = None
+    world: World = ONE_PROCESS
     start_fingerprints: dict[str, bytes] = field(default_factory=dict)
     baseline_name: str = "base model"
     notes: list[str] = field(default_factory=list)
     artifacts: list[Artifact] = field(default_factory=list)
+
+    def enter(self, stage: Stage) -> None:
+        """Go on to the next stage; one of several ranks leaves word of it."""
+        self.stage = stage
+        self.leave_word()
+
+    def leave_word(self, failure: Failure | None = None) -> None:
+        """Write where this rank stands, if it is one of several."""
+        if self.world.size > 1:
+            record = RankRecord(
+                rank=self.world.rank, pid=os.getpid(), device=self.device.type, stage=self.stage, failure=failure
+            )
+            write_rank_record(self.folder, record)
 
     def evidence(self, failure: Failure | None = None) -> Evidence:
         """Return the evidence of the attempt as it stands."""
@@ -97,7 +116,7 @@ class Attempt:
                 cuda=torch.version.cuda,
                 cudnn=str(torch.backends.cudnn.version()) if torch.version.cuda else None,
             ),
-            hardware=describe_hardware(device=self.device.type, gpus=self._gpus()),
+            hardware=describe_hardware(device=self.device.type, gpus=self._gpus(), world=self.world.size),
             model=self._model_identity(),
             dataset=self._dataset_identity(),
             workload=self._workload(),
@@ -115,6 +134,7 @@ class Attempt:
     def failure(self, error: BaseException) -> Failure:
         """Return the record of an error at the present stage."""
         known = isinstance(error, TraceForgeError)
+        several = self.world.size > 1
         message = error.message if isinstance(error, TraceForgeError) else (str(error) or type(error).__name__)
         hint = error.hint if isinstance(error, TraceForgeError) else None
         return Failure(
@@ -122,6 +142,8 @@ class Attempt:
             error_type=type(error).__name__,
             message=message,
             hint=hint if known else "run again with --debug for the traceback",
+            rank=self.world.rank if several else None,
+            exit_code=getattr(error, "exit_code", 1) if several else None,
         )
 
     def _losses(self) -> tuple[Losses, Candidate]:
@@ -151,11 +173,10 @@ class Attempt:
         return data.evaluation is not None or data.evaluation_fraction > 0 or data.evaluation_rows is not None
 
     def _gpus(self) -> list[Gpu]:
-        if self.device.type != "cuda":
-            return []
-        properties = torch.cuda.get_device_properties(self.device)
-        capability = f"{properties.major}.{properties.minor}"
-        return [Gpu(name=properties.name, memory_bytes=properties.total_memory, capability=capability)]
+        cards = {each.identity: each for each in self.world.devices if each.kind == "cuda"}
+        return [
+            Gpu(name=each.name, memory_bytes=each.memory_bytes, capability=each.capability) for each in cards.values()
+        ]
 
     def _model_identity(self) -> ModelIdentity:
         asked = self.config.model
@@ -279,6 +300,9 @@ class Attempt:
             recompute_layers=self.config.memory.recompute_layers,
             logits_chunk_tokens=self.config.memory.logits_chunk_tokens,
             loss_scaling=job is not None and job.scaler is not None,
+            ranks=Ranks(data=self.world.data_size, branch=self.world.branch_size, backend=self.world.backend)
+            if self.world.size > 1
+            else None,
         )
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from traceforge.config import RunConfig
 from traceforge.errors import ConfigError, StorageError, TraceForgeError, TrainingError
 from traceforge.evidence.provenance import framework_versions
-from traceforge.evidence.recorder import RunRecorder, create_run_folder
+from traceforge.evidence.recorder import RunRecorder
 from traceforge.evidence.report import write_report
 from traceforge.evidence.schema import Artifact, Evidence
 from traceforge.hashes import folder_sha256
@@ -34,6 +34,7 @@ from traceforge.training.checkpoint import check_continues, read_checkpoint, res
 from traceforge.training.clock import Clock
 from traceforge.training.evaluation import fixed_sets, without_trace
 from traceforge.training.interrupts import Interrupted, Stop, StopRequest
+from traceforge.training.joining import check_same, join
 from traceforge.training.loop import Job, measure, train
 from traceforge.training.measure import fingerprints
 from traceforge.training.methods import Item, method_of
@@ -54,9 +55,13 @@ class RunOutcome:
 
 
 def run(
-    config: RunConfig, *, dry_run: bool = False, extend: Path | None = None, console: Console | None = None
+    config: RunConfig,
+    *,
+    dry_run: bool = False,
+    extend: Path | None = None,
+    console: Console | None = None,
 ) -> RunOutcome:
-    """Carry out a run file and return where everything lies.
+    """Carry out a run file and return where everything lies; as one rank of several if the environment says so.
 
     Args:
         dry_run: register the protocol only: no weights, no data, no network.
@@ -66,62 +71,68 @@ def run(
     Raises:
         TraceForgeError: the run failed by name; evidence.json and report.html of the failure are in its folder.
     """
-    folder = create_run_folder(config.output_dir, config.run_name)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    attempt = Attempt(config, folder, "dry_run" if dry_run else "real", device)
+    world, folder = join(config)
+    attempt = Attempt(config, folder, "dry_run" if dry_run else "real", world.device, world=world)
     progress = RunProgress(console or Console(stderr=True))
     stop = StopRequest()
-    with RunRecorder(folder) as recorder, stop.listening():
+    with RunRecorder(folder, rank=world.rank) as recorder, stop.listening():
         try:
             recorder.write_config(config.model_dump_json())
             if not dry_run:
                 _carry_out(attempt, recorder, progress, extend, stop)
         except Stop as signal:
             stopped = Interrupted(f"stopped at once at {attempt.stage}", number=signal.number, hint="start it again")
-            _record_failure(attempt, recorder, stopped)
+            with stop.ignoring():
+                _record_failure(attempt, recorder, stopped)
             raise stopped from signal
         except Exception as error:
             known = _named(error)
-            _record_failure(attempt, recorder, known)
+            with stop.ignoring():
+                _record_failure(attempt, recorder, known)
             if known is error:
                 raise
             raise known from error
         evidence = attempt.evidence()
         recorder.write_evidence(evidence)
-        report = write_report(folder)
+        report = write_report(folder) if world.is_first else folder / "report.html"
     return RunOutcome(folder, evidence, report)
 
 
 def _carry_out(
     attempt: Attempt, recorder: RunRecorder, progress: RunProgress, extend: Path | None, stop: StopRequest
 ) -> None:
-    config = attempt.config
+    config, world = attempt.config, attempt.world
 
-    attempt.stage = "revision_resolution"
-    attempt.location = location = locate_model(config.model.name_or_path, config.model.revision)
-    attempt.model_hash = location.content_hash()
+    attempt.enter("revision_resolution")
+    with world.first_goes_first("finding the model"):
+        attempt.location = location = locate_model(config.model.name_or_path, config.model.revision)
+    attempt.model_hash = world.share("hash of the model", location.content_hash)
     _check_adapter_base(attempt)
 
-    attempt.stage = "dataset_and_supervision"
+    attempt.enter("dataset_and_supervision")
     tokenizer = load_tokenizer(str(location.folder), template_file=config.model.template_file)
-    attempt.sets = sets = load_samples(config.data, tokenizer, template_kwargs=config.model.template_kwargs)
+    with world.first_goes_first("tokenising"):
+        attempt.sets = sets = load_samples(config.data, tokenizer, template_kwargs=config.model.template_kwargs)
+    check_same(world, "training samples", sets.statistics.train_ids_hash)
     recorder.write_manifest(_manifest(attempt))
     recorder.write_samples(_mask_views(fixed_sets(config, sets), tokenizer))
     progress.say(_data_line(sets))
 
-    attempt.stage = "model_loading_and_baseline"
+    attempt.enter("model_loading_and_baseline")
     attempt.job = job = _load(attempt, sets, recorder, progress, extend)
     job.stop = stop
-    job.save = save = partial(save_checkpoint, attempt.folder, job, train_ids_hash=sets.statistics.train_ids_hash)
+    if world.is_first:
+        job.save = partial(save_checkpoint, attempt.folder, job, train_ids_hash=sets.statistics.train_ids_hash)
     if config.evaluation.at_start:
         measure(job)
 
-    attempt.stage = "effective_updates"
+    attempt.enter("effective_updates")
     stop.finish_update = True
     train(job)
     stop.finish_update = False
     if stop.number is not None:
-        save()
+        job.save()
+        world.close()
         raise Interrupted(
             f"stopped after update {job.clock.updates}; the state is saved",
             number=stop.number,
@@ -130,12 +141,14 @@ def _carry_out(
     if not job.update_losses:
         raise TrainingError("no update was applied", hint="see updates.jsonl for why each was skipped")
 
-    attempt.stage = "paired_evaluation"
+    attempt.enter("paired_evaluation")
     measure(job)
 
-    attempt.stage = "saving"
-    save()
-    _save_result(attempt)
+    attempt.enter("saving")
+    if world.is_first:
+        job.save()
+        _save_result(attempt)
+    world.close()
 
 
 def _load(attempt: Attempt, sets: SampleSets, recorder: RunRecorder, progress: RunProgress, extend: Path | None) -> Job:
@@ -146,6 +159,8 @@ def _load(attempt: Attempt, sets: SampleSets, recorder: RunRecorder, progress: R
     if checkpoint is not None:
         check_continues(checkpoint, config, sets.statistics.train_ids_hash)
     attempt.model = model = load_language_model(config, attempt.location, attempt.device)
+    world = attempt.world
+    world.start()
     order = UpdateOrder(sets.train, items_per_update=config.items_per_update, seed=config.training.seed)
     passes = None if config.training.updates is not None else (config.training.passes or 1)
     job = Job(
@@ -161,12 +176,14 @@ def _load(attempt: Attempt, sets: SampleSets, recorder: RunRecorder, progress: R
         progress=progress,
         method=method_of(config),
         scaler=torch.amp.GradScaler(attempt.device.type) if config.model.dtype == "float16" else None,
+        world=world,
     )
     torch.manual_seed(config.training.seed)
     if checkpoint is not None:
         restore(checkpoint, job)
         attempt.baseline_name = f"update {job.clock.updates} of {extend}"
         attempt.notes.append(f"goes on from {checkpoint.folder}")
+    world.broadcast([parameter for _, parameter in model.trainable()])
     if job.clock.updates >= job.total_updates:
         raise ConfigError(
             f"--extend: the run has made {job.clock.updates} updates, {job.total_updates} are asked for",
@@ -265,9 +282,12 @@ def _data_line(sets: SampleSets) -> str:
 def _record_failure(attempt: Attempt, recorder: RunRecorder, error: TraceForgeError) -> None:
     """Write evidence and report of a failed run; a disk that is full may not stop the error itself."""
     recorder.log(f"{attempt.stage}: {type(error).__name__}: {error}")
+    failure = attempt.failure(error)
     try:
-        recorder.write_evidence(attempt.evidence(attempt.failure(error)))
-        write_report(attempt.folder)
+        attempt.leave_word(failure)
+        if attempt.world.is_first:
+            recorder.write_evidence(attempt.evidence(failure))
+            write_report(attempt.folder)
     except StorageError as second:
         error.add_note(f"and its evidence could not be written: {second.message}")
 

@@ -121,10 +121,10 @@ def apply_update(
         DisagreementError: the ranks' weights differ afterwards.
         RankError: another rank ended, or does something else.
     """
-    if scaler is not None:
-        scaler.scale(torch.zeros((), device=model.device))  # a rank without a row needs the scale too
-    own = _backward(model, update, scaler)
     parameters = [parameter for _, parameter in model.trainable()]
+    if scaler is not None:
+        scaler.scale(torch.zeros((), device=parameters[0].device))  # a rank without a row needs the scale too
+    own = _backward(model, update, scaler)
     world.sum_gradients(parameters)
     logged = dict(zip(own, world.sum_numbers(list(own.values())), strict=True))
     loss = logged.pop("loss")

@@ -138,6 +138,18 @@ def test_a_rank_that_leaves_an_exchange_out_and_sleeps_ends_the_others_in_the_ti
     assert "within 1 s" in first.message
 
 
+def gather_or_skip(world):
+    if world.rank == 0:
+        world.gather_scores(torch.ones(2))
+    else:
+        time.sleep(2)
+
+
+def test_the_time_limit_holds_between_branches_too():
+    first, _ = in_ranks(2, gather_or_skip, branch_parallel=True, exchange_timeout_s=1.0, limit_s=20)
+    assert "rank 0 lost the others during the scores" in first.message
+
+
 def test_a_rank_that_leaves_an_exchange_out_and_goes_on_is_named_on_every_rank():
     for each in in_ranks(2, sum_or_go_on):
         assert each.error_type == "RankError"
