@@ -3,7 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-PYTEST := $(BIN)/python -m pytest
+# Tests run on tiny models, which gain nothing from a second thread: two processes of one thread each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo model test check fmt lint types layers conformance gpu bench
@@ -59,7 +60,7 @@ conformance: setup ## the same updates as TRL and Accelerate, and as plain sampl
 	$(PYTEST) tests/conformance tests/equivalence
 
 gpu: setup ## tests that need a CUDA device; without one they fail
-	$(PYTEST) -m gpu tests/gpu
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 bench: setup ## reading speed of `traceforge ingest`
 	$(BIN)/python benchmarks/ingest.py

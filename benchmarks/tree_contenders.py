@@ -2,9 +2,6 @@
 
     python benchmarks/tree_contenders.py {tree,plain,trl} WORK
 
-A line on stdin starts the next update, a line of JSON on stdout answers with what it took. So several contenders live
-side by side, each with a memory of its own, and take turns on a machine whose load changes.
-
 Timed    The update alone, from its samples to the changed weights: for `tree` and `plain` building the rows, forward
          and backward of every row, clipping and `optimizer.step()`; for `trl` from `on_step_begin` to `on_step_end`,
          which is forward and backward of every row, clipping and `optimizer.step()`. TRL's rows are collated before.
@@ -13,17 +10,13 @@ Memory   Growth of the resident set from before the first update to its peak ove
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -32,9 +25,9 @@ from traceforge.models.adapters import add_adapter
 from traceforge.models.language_model import LanguageModel, choose_layout
 from traceforge.oracles.trl import sft_trainer
 from traceforge.samples.tokens import Sample
-from traceforge.training.measure import peak_host_bytes
 from traceforge.training.optimizer import build_optimizer
 from traceforge.training.update import apply_update, plan_update
+from turns import Turns
 
 CONTENDERS = ("tree", "plain", "trl")
 OPTIMIZER = OptimizerSettings(learning_rate=2e-4, max_gradient_norm=1.0)
@@ -58,43 +51,6 @@ class Work:
     updates: tuple[tuple[Sample, ...], ...]
     tokens_per_row: int
     threads: int
-
-
-class Turns:
-    """The conversation with `trees.py`: wait, work, tell."""
-
-    def __init__(self) -> None:
-        self._answers: TextIO = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # whatever a library prints must not get between the answers
-        self._resident_bytes = 0
-
-    def ready(self) -> None:
-        """Say that the model is loaded."""
-        self._answer({"ready": True})
-
-    def wait(self) -> None:
-        """Return when the next update is to be made, and start the clocks."""
-        if not sys.stdin.readline():
-            sys.exit(1)
-        if not self._resident_bytes:
-            _forget_peak()
-            self._resident_bytes = psutil.Process().memory_info().rss
-        self._cpu_began, self._began = time.process_time(), time.perf_counter()
-
-    def stop(self) -> None:
-        """Stop the clocks."""
-        self._seconds, self._cpu_seconds = time.perf_counter() - self._began, time.process_time() - self._cpu_began
-
-    def tell(self, loss: float) -> None:
-        """Answer with the update that was made."""
-        growth = _peak_bytes() - self._resident_bytes
-        self._answer(
-            {"loss": loss, "seconds": self._seconds, "cpu_seconds": self._cpu_seconds, "peak_growth_bytes": growth}
-        )
-
-    def _answer(self, figures: dict[str, Any]) -> None:
-        self._answers.write(json.dumps(figures) + "\n")
-        self._answers.flush()
 
 
 def random_network(work: Work) -> nn.Module:
@@ -147,23 +103,6 @@ def run_trl(work: Work, turns: Turns) -> None:
         )
         turns.ready()
         trainer.train()
-
-
-def _forget_peak() -> None:
-    """Make the peak count from now on, where the system can."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return
-
-
-def _peak_bytes() -> int:
-    """Return the peak resident size; not `ru_maxrss` where it can be helped, which starts at the parent's."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return peak_host_bytes()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
 def main() -> None:

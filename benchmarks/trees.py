@@ -19,11 +19,9 @@ import argparse
 import json
 import lzma
 import os
-import pickle
 import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -47,6 +45,7 @@ from traceforge.samples.tokenizer import load_tokenizer
 from traceforge.samples.tokens import IntArray, Sample
 from traceforge.trajectories.ingest import ingest
 from tree_contenders import CONTENDERS, Work
+from turns import take_turns
 
 _HERE = Path(__file__).resolve().parent
 _LOG = _HERE.parent / "src/traceforge/demo/data/logs/django__django-10973.traj.json"
@@ -136,7 +135,7 @@ def measure(
         f"tree ({saving['forks']} forks); saves {saving['tokens']:.1f}x the tokens, {saving['flops']:.1f}x the work"
     )
     load = [os.getloadavg()[0]]
-    told = take_turns(work)
+    told = take_turns(_HERE / "tree_contenders.py", CONTENDERS, work, num_updates=len(updates))
     load.append(os.getloadavg()[0])
     sides = {name: _summary(updates[1:]) for name, updates in told.items()}
     missed = [
@@ -213,45 +212,6 @@ def _triangle(length: int) -> int:
 
 def _num_trained(samples: Sequence[Sample]) -> int:
     return sum(sample.num_trained_tokens for sample in samples)
-
-
-def take_turns(work: Work) -> dict[str, list[dict[str, float]]]:
-    """Return what each contender tells of each update; one works while the others wait."""
-    with tempfile.TemporaryDirectory(prefix="traceforge-trees-") as folder:
-        path = Path(folder) / "work.pickle"
-        path.write_bytes(pickle.dumps(work))
-        running = {
-            name: subprocess.Popen(
-                [sys.executable, str(_HERE / "tree_contenders.py"), name, str(path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=(Path(folder) / name).open("wb"),
-                text=True,
-            )
-            for name in CONTENDERS
-        }
-        try:
-            for name, process in running.items():
-                _answer(name, process, Path(folder))
-            told: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
-            for _ in work.updates:
-                for name, process in running.items():
-                    print("go", file=process.stdin, flush=True)
-                    told[name].append(_answer(name, process, Path(folder)))
-        finally:
-            for process in running.values():
-                process.kill()
-                process.wait()
-    return told
-
-
-def _answer(name: str, process: subprocess.Popen[str], folder: Path) -> dict[str, float]:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        sys.exit(f"contender {name} ended:\n{(folder / name).read_text(errors='replace')[-3000:]}")
-    answer: dict[str, float] = json.loads(line)
-    return answer
 
 
 def _summary(updates: Sequence[dict[str, float]]) -> dict[str, Any]:

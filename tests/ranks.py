@@ -14,8 +14,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import pytest
 
 _PRELOADED = ["torch", "transformers", "peft", "tests.tiny_models", "traceforge.training.update", "tests.ranks"]
 
@@ -43,7 +46,9 @@ def in_ranks(
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=limit_s), wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with pytest.MonkeyPatch.context() as patch:  # one thread each, from the server on; this process keeps its own
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
     processes, readers = [], []
     for rank in range(num_ranks):
         reader, writer = context.Pipe(duplex=False)

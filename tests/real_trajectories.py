@@ -40,11 +40,13 @@ def renumbered(samples: Sequence[Sample]) -> tuple[Sample, ...]:
 def plain_loss(network: nn.Module, samples: Sequence[Sample], *, dense_mask: bool = True) -> Tensor:
     """Return the token-weighted loss of the samples, each run alone; logits only where a trained token is predicted.
 
+    The softmax over the vocabulary is taken in float64: torch's float32 one alone is 5e-6 off the loss of a real model.
+
     `dense_mask`: attention under an explicit causal mask; without it the model's own causal attention, which needs less
     memory.
     """
     dtype = next(network.parameters()).dtype
-    total = torch.zeros((), dtype=dtype)
+    total = torch.zeros((), dtype=torch.float64)
     for sample in samples:
         ids_1S = torch.as_tensor(sample.token_ids_S)[None]
         length = ids_1S.shape[1]
@@ -56,6 +58,6 @@ def plain_loss(network: nn.Module, samples: Sequence[Sample], *, dense_mask: boo
             use_cache=False,
             logits_to_keep=trained_N - 1,
         ).logits[0]
-        logp_N = logits_NV.log_softmax(-1).gather(1, ids_1S[0, trained_N, None])[:, 0]
-        total = total - (torch.as_tensor(sample.weights_S)[trained_N].to(dtype) * logp_N).sum()
+        logp_N = logits_NV.double().log_softmax(-1).gather(1, ids_1S[0, trained_N, None])[:, 0]
+        total = total - (torch.as_tensor(sample.weights_S)[trained_N] * logp_N).sum()
     return total / sum(sample.total_weight for sample in samples)

@@ -306,6 +306,8 @@ class RunConfig(_Section):
             raise ValueError(
                 "parallel.pairs = 'branch_parallel' needs a preference objective, objective.method is 'sft'"
             )
+        if self.parallel.pairs == "branch_parallel" and self.adapter.dropout:
+            raise ValueError("parallel.pairs = 'branch_parallel' needs adapter.dropout = 0: its ranks must agree")
         if self.objective.method == "sft" and self.training.pairs_per_update is not None:
             raise ValueError("training.pairs_per_update needs a preference objective, objective.method is 'sft'")
         return self
@@ -379,10 +381,12 @@ def _parse_value(text: str, keys: Sequence[str]) -> Any:
 
 
 def _explain(problem: Any) -> str:
-    keys = [str(key) for key in problem["loc"]]
+    path = [str(key) for key in problem["loc"]]
+    # `objective.simpo.beta`: the method that chose the section is part of the path, not of the setting's name.
+    keys = [key for depth, key in enumerate(path) if not _members(_annotation(path[:depth]))]
     name = ".".join(keys)
     if problem["type"] == "extra_forbidden":
-        guess = closest(keys[-1], _known_names(keys[:-1]))
+        guess = closest(keys[-1], _known_names(path[:-1]))
         return f"unknown setting {name}" + (f" (did you mean {'.'.join([*keys[:-1], guess])}?)" if guess else "")
     if problem["type"] == "missing":
         return f"missing setting {name}"
@@ -402,6 +406,20 @@ def _annotation(keys: Sequence[str]) -> Any:
     """Return the type of the setting or section called `keys`, or None if there is none."""
     model: Any = RunConfig
     for key in keys:
+        if key in (members := _members(model)):
+            model = members[key]
+            continue
         field = model.model_fields.get(key) if isinstance(model, type) and issubclass(model, BaseModel) else None
         model = field.annotation if field is not None else None
     return model
+
+
+def _members(annotation: Any) -> dict[str, Any]:
+    """Return the sections that `method` chooses from, by method; empty if `annotation` is no such choice."""
+    sections = [each for each in get_args(annotation) if isinstance(each, type) and issubclass(each, BaseModel)]
+    return {
+        method: each
+        for each in sections
+        if "method" in each.model_fields
+        for method in get_args(each.model_fields["method"].annotation)
+    }

@@ -22,6 +22,8 @@ from traceforge.oracles.cpo import trl_simpo
 from traceforge.oracles.record import ConformanceRecord, compare_traces
 from traceforge.oracles.trace import TrainingTrace
 from traceforge.samples import branches
+from traceforge.samples.branches import Pair
+from traceforge.samples.tokens import Sample
 from traceforge.training import methods
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -164,11 +166,37 @@ def test_the_record_is_plain_json():
     assert len(record["figures"]["logged"]["ours"]) == 1
 
 
-def test_endings_of_several_sequences_are_refused_by_name():
-    (single,) = PAIRS[0].chosen
-    several = replace(PAIRS[0], rejected=(*PAIRS[0].rejected, single))
-    with pytest.raises(UsageError, match=r"pair one turn each: its rejected side has 2 sequences.*one sequence a side"):
-        theirs_of(tiny_language_model("llama"), [[several]], settings())
+def two_turns(prompt: int, first: int, answer: int, second: int, seed: int) -> tuple[Sample, Sample]:
+    """Return an ending of two turns as two sequences, the second going on from the first and a tool's answer."""
+    lengths = (prompt, first, answer, second)
+    parts = [np.random.default_rng(seed + place).integers(0, 211, length) for place, length in enumerate(lengths)]
+    parts[0] = np.random.default_rng(99).integers(0, 211, prompt)  # the same for both sides
+    weights = [np.zeros(prompt + first), np.zeros(sum(lengths))]
+    weights[0][prompt:] = weights[1][prompt + first + answer :] = 1.0
+    ids = [np.concatenate(parts[:2]), np.concatenate(parts)]
+    first_turn, second_turn = (
+        Sample(f"{seed}/{n}", "g", "t", i, w) for n, (i, w) in enumerate(zip(ids, weights, strict=True))
+    )
+    return first_turn, second_turn
+
+
+def test_endings_of_several_turns_that_continue_one_another_are_one_sequence():
+    several = Pair("several", "g", "t", two_turns(12, 4, 5, 6, seed=200), two_turns(12, 7, 3, 4, seed=300))
+    updates = [[several, PAIRS[0]]]
+    record = compare_with_cpo(tiny_language_model("llama"), updates, settings())
+    assert record.status == "passed", (record.failed_checks, record.figures)
+
+
+def test_endings_whose_sequences_fork_are_refused_by_name():
+    first, second = two_turns(12, 4, 5, 6, seed=200)
+    ids_S = np.delete(second.token_ids_S, 13)  # the second turn is shown without a token of the first one's reasoning
+    forked = (first, replace(second, token_ids_S=ids_S, weights_S=np.delete(second.weights_S, 13)))
+    pair = replace(PAIRS[0], rejected=forked)
+    with pytest.raises(UsageError, match=r"pair one turn each: the 2 sequences of its rejected side fork"):
+        theirs_of(tiny_language_model("llama"), [[pair]], settings())
+    twice = replace(PAIRS[0], rejected=(first, replace(first)))
+    with pytest.raises(UsageError, match="token weight 2"):
+        theirs_of(tiny_language_model("llama"), [[twice]], settings())
 
 
 def test_what_labels_cannot_say_and_missing_pairs_are_refused_by_name():

@@ -54,7 +54,7 @@ def start(arguments: Sequence[str | Path], folder: Path, **options: Any) -> subp
 def run(*arguments: str | Path, folder: Path, **options: Any) -> Ended:
     """Run a command to its end."""
     process = start(arguments, folder, **options)
-    out, err = process.communicate(timeout=280)
+    out, err = process.communicate(timeout=850)
     return Ended(process.returncode, out, err)
 
 

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import ROOT, start
+from traceforge.evidence.schema import Evidence
 
 
 def update_losses(folder) -> list[float]:
@@ -95,6 +96,7 @@ def test_a_signal_saves_the_state_and_the_run_can_go_on(tmp_path, traceforge, ru
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_runs_of_the_textbook_experiments_cpu_twin_give_equal_ids_and_equal_losses(tmp_path, traceforge, smollm2):
     settings = [
         f"model.name_or_path={smollm2}",
@@ -120,3 +122,8 @@ def test_two_runs_of_the_textbook_experiments_cpu_twin_give_equal_ids_and_equal_
     assert len(one["candidate"]["update_losses"]) == 2
     assert (one["workload"]["train_rows"], one["workload"]["evaluation_rows"]) == (24, 8)
     assert one["mechanism_metrics"]["trainable_share"] == 1.0
+    Evidence.model_validate(one)
+    unknown = {name for name, value in one["mechanism_metrics"].items() if value is None}
+    assert unknown == {"peak_allocated_bytes", "peak_reserved_bytes"}, (
+        "a CPU has no device memory; all else is measured"
+    )

@@ -15,6 +15,7 @@ LOGS = ROOT / "tests" / "data" / "trajectories" / "mini-swe-agent-v1"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_verb_of_the_way_from_real_logs_to_a_report(tmp_path, traceforge, smollm2):
     ingested = traceforge("ingest", LOGS / "local.traj.json", LOGS / "github_issue.traj.json", "-o", "t", "--json")
     assert ingested.code == 0, ingested.err
@@ -62,6 +63,7 @@ def test_every_verb_of_the_way_from_real_logs_to_a_report(tmp_path, traceforge, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_demo_goes_from_bundled_logs_to_a_report_and_again_into_a_new_folder(tmp_path, smollm2, monkeypatch):
     (tmp_path / ".cache" / "models").mkdir(parents=True)
     (tmp_path / ".cache" / "models" / smollm2.name).symlink_to(smollm2)

@@ -8,7 +8,7 @@ Samples  Turns of mini-swe-agent logs, ingested, built and rendered under the re
          - the transcript ends every prompt with the same line, so each turn forks from the history.
 Models   Tiny random Llama and Qwen3 with the tokenizer's whole vocabulary (151,669) and random LoRA B; in float64 with
          token ids renumbered to those that occur.
-Against  Each sample alone: eager attention under a dense mask, log_softmax over the whole vocabulary.
+Against  Each sample alone: eager attention under a dense mask, log_softmax over the whole vocabulary in float64.
 Within   float32: 1e-6 of the loss, 1e-4 relative L2 of every adapter gradient; float64: 1e-10 of both. Only the order
          of summation differs.
 """

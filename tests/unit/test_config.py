@@ -76,6 +76,13 @@ def test_the_resolved_run_survives_json(run_file):
     assert RunConfig.model_validate(json.loads(config.model_dump_json())) == config
 
 
+def test_a_setting_of_an_objective_is_named_as_it_is_written(run_file):
+    assert "unknown setting objective.betta (did you mean objective.beta?)" in refused(
+        run_file, "objective.method=simpo", "objective.betta=3"
+    )
+    assert "objective.beta = -1: " in refused(run_file, "objective.method=simpo", "objective.beta=-1")
+
+
 def test_an_unknown_setting_is_named_with_the_one_that_was_meant(run_file):
     assert "unknown setting optimizer.learning_rat (did you mean optimizer.learning_rate?)" in refused(
         run_file, "optimizer.learning_rat=1e-3"

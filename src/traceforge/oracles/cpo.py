@@ -8,16 +8,18 @@ Update        `gradient_accumulation_steps` pairs, one a micro-batch. Where upda
               what the trainer will divide it by.
 Settings      beta, label_smoothing = ours; simpo_gamma = the absolute gamma; cpo_alpha = chosen_nll_weight (0 unless
               set; CPO's own default is 1).
-Cannot say    An ending of several sequences (several turns under a template that drops old reasoning): CPO has one
-              sequence a side.
+One sequence  An ending of several turns whose sequences continue one another is run as the last of them, trained where
+              any of them is. Where they fork (a template that drops old reasoning), CPO has no word for it: refused.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from traceforge.config import OptimizerSettings, ScheduleSettings, SimpoObjective
@@ -81,8 +83,7 @@ def trl_simpo(
         schedule: without warm-up.
 
     Raises:
-        UsageError: trl is missing, a side has several sequences, or see `check_samples`, `check_settings` and
-            `network_for_oracle`.
+        UsageError: trl is missing, or see `check_pairs`, `check_settings` and `network_for_oracle`.
     """
     require("trl")
     require("datasets")
@@ -100,18 +101,32 @@ def check_pairs(pairs: Sequence[Pair]) -> None:
     """Refuse pairs that CPOTrainer has no word for.
 
     Raises:
-        UsageError: a side of several sequences, a token weight other than 0 and 1, or a side with nothing trained.
+        UsageError: the sequences of a side fork from one another, a token weight other than 0 and 1 or a token that
+            counts twice, or a side with nothing trained.
     """
     for pair in pairs:
         for side, samples in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            if len(samples) != 1:
+            whole = one_sequence(samples)
+            if whole is None:
                 raise UsageError(
-                    f"pair {pair.pair_id}: its {side} side has {len(samples)} sequences (an ending of several turns "
-                    "under a template that drops old reasoning); CPOTrainer holds one sequence a side",
-                    hint="compare pairs whose endings are one sequence each; tests/equivalence proves the others "
-                    "against plain torch",
+                    f"pair {pair.pair_id}: the {len(samples)} sequences of its {side} side fork from one another (an "
+                    "ending of several turns under a template that drops old reasoning); CPOTrainer holds one sequence "
+                    "a side",
+                    hint="compare pairs whose endings are one turn each; tests/equivalence proves the others against "
+                    "plain torch",
                 )
-        check_samples(pair.samples)
+            check_samples([whole])
+
+
+def one_sequence(samples: Sequence[Sample]) -> Sample | None:
+    """Return the sequences of a side as one if each is a beginning of the longest, its weights their sum; else None."""
+    longest = max(samples, key=lambda sample: sample.num_tokens)
+    weights_S = np.zeros(longest.num_tokens)
+    for sample in samples:
+        if not np.array_equal(sample.token_ids_S, longest.token_ids_S[: sample.num_tokens]):
+            return None
+        weights_S[: sample.num_tokens] += sample.weights_S
+    return replace(longest, weights_S=weights_S)
 
 
 def cpo_trainer(
@@ -129,7 +144,7 @@ def cpo_trainer(
 
     Args:
         network: see `trl_simpo`; not copied.
-        updates: the pairs of each update, in order; one sequence a side.
+        updates: the pairs of each update, in order, as `check_pairs` lets them pass.
         objective: SimPO's settings.
         settings: AdamW's, and a schedule without warm-up.
         folder: where the trainer may write; it writes nothing.
@@ -231,14 +246,16 @@ def _rows(updates: Sequence[Sequence[Pair]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for pairs, filled in zip(updates, filling_rows(updates), strict=True):
         share = (len(pairs) + filled) / len(pairs)
-        rows += [_row(pair.chosen[0], pair.rejected[0], share) for pair in pairs]
+        rows += [_row(pair, share) for pair in pairs]
         rows += [_filling_row(pairs[0])] * filled
     return rows
 
 
-def _row(chosen: Sample, rejected: Sample, share: float) -> dict[str, Any]:
+def _row(pair: Pair, share: float) -> dict[str, Any]:
     row: dict[str, Any] = {"share": share}
-    for side, sample in (("chosen", chosen), ("rejected", rejected)):
+    for side, samples in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+        sample = one_sequence(samples)
+        assert sample is not None, "checked before"
         row[f"{side}_input_ids"] = sample.token_ids_S.tolist()
         row[f"{side}_attention_mask"] = [1] * sample.num_tokens
         row[f"{side}_labels"] = labels(sample)

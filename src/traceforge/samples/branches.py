@@ -8,7 +8,7 @@ both branches share is computed once and counts in both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -76,6 +76,9 @@ class Branch:
         return float(self.weights_B.sum())
 
 
+_NO_BRANCH = Branch(np.zeros(0, dtype=np.int64), np.zeros(0))
+
+
 @dataclass(frozen=True, slots=True)
 class PairRow:
     """A row that holds whole pairs, with the branches of each in the order of `pair_ids`."""
@@ -128,6 +131,32 @@ def build_pair_rows(pairs: Sequence[Pair], *, tokens_per_row: int, share: bool =
     return [_pair_row(members, share) for members in rows]
 
 
+def build_branch_rows(pairs: Sequence[Pair], side: int, *, tokens_per_row: int, share: bool = True) -> list[PairRow]:
+    """Return one row a pair that holds one side only: 0 = the chosen branch, 1 = the rejected one.
+
+    Both sides of a pair thus have the same number of rows in the same order, whatever their lengths, so that two ranks
+    that run one side each can exchange scores row by row. The other side's branches are empty.
+
+    Raises:
+        ConfigError: a branch does not fit into a row.
+    """
+    size = tree_tokens if share else _tokens_one_by_one
+    rows = []
+    for pair in pairs:
+        members = pair.rejected if side else pair.chosen
+        alone = size(members)
+        if alone > tokens_per_row:
+            raise ConfigError(
+                f"the {('chosen', 'rejected')[side]} branch of pair {pair.pair_id} has {alone} tokens, "
+                f"training.tokens_per_row is {tokens_per_row}",
+                hint="raise training.tokens_per_row or lower data.max_tokens; a branch is never split",
+            )
+        empty: tuple[Sample, ...] = ()
+        one_side = replace(pair, chosen=empty, rejected=members) if side else replace(pair, rejected=empty)
+        rows.append(_pair_row([one_side], share))
+    return rows
+
+
 def _tokens_one_by_one(samples: Sequence[Sample]) -> int:
     return sum(sample.num_tokens for sample in samples)
 
@@ -154,7 +183,9 @@ def _pair_row(pairs: Sequence[Pair], share: bool) -> PairRow:
         places, weights = parts[2 * pair_number + side]
         places.append(np.searchsorted(targets_N, positions).astype(np.int64))
         weights.append(sample.weights_S[trained_S])
-    branches = [Branch(np.concatenate(places), np.concatenate(weights)) for places, weights in parts]
+    branches = [
+        Branch(np.concatenate(places), np.concatenate(weights)) if places else _NO_BRANCH for places, weights in parts
+    ]
     return PairRow(
         row=row,
         pair_ids=tuple(pair.pair_id for pair in pairs),

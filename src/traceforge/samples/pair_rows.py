@@ -35,7 +35,7 @@ _GROUP_KEYS = ("group", "trajectory_id")
 
 
 @dataclass(frozen=True, slots=True)
-class PairRow:
+class PreferenceRow:
     """One row, read and checked.
 
     Args:
@@ -68,7 +68,7 @@ def row_format(value: object) -> RowFormat | None:
     return "trl-preference" if "chosen" in value and "rejected" in value else None
 
 
-def read_pair_row(row: dict[str, Any], notes: Counter[str]) -> PairRow:
+def read_pair_row(row: dict[str, Any], notes: Counter[str]) -> PreferenceRow:
     """Return the pair of one row; what is left unread or repaired is counted in `notes`.
 
     Raises:
@@ -92,7 +92,7 @@ def read_pair_row(row: dict[str, Any], notes: Counter[str]) -> PairRow:
     check_endings(chosen, rejected, prompt_messages)
     for key in row.keys() - read - {*_ID_KEYS, *_TASK_KEYS, *_GROUP_KEYS}:
         notes[f"unread_key:{key[:80]}"] += 1
-    return PairRow(
+    return PreferenceRow(
         row_format=found,
         chosen=chosen,
         rejected=rejected,

@@ -13,9 +13,10 @@ from traceforge.errors import InputError
 from traceforge.evidence.recorder import RunRecord, load_run
 from traceforge.models.language_model import load_language_model
 from traceforge.models.load import locate_model
-from traceforge.samples.dataset import load_samples
 from traceforge.samples.tokenizer import load_tokenizer
+from traceforge.training.checkpoint import read_checkpoint
 from traceforge.training.evaluation import EvaluationResult, evaluate, fixed_sets
+from traceforge.training.methods import load_sets, method_of
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,18 @@ def evaluate_again(run_folder: Path) -> MeasuredAgain:
     config = _config_of_result(run_folder, record)
     location = locate_model(config.model.name_or_path, config.model.revision)
     tokenizer = load_tokenizer(str(location.folder), template_file=config.model.template_file)
-    sets = load_samples(config.data, tokenizer, template_kwargs=config.model.template_kwargs)
+    sets = load_sets(config, tokenizer)
     recorded = record.evidence.dataset.train_ids_hash if record.evidence else None
     if recorded is not None and recorded != sets.statistics.train_ids_hash:
         raise InputError(f"{run_folder}: the data now give other training samples than in the run")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_language_model(config, location, device)
+    method = method_of(config)
+    if config.objective.method == "dpo":
+        method.restore(read_checkpoint(run_folder).state["method"])
     measured = {
-        name: evaluate(model, samples, tokens_per_row=config.tokens_per_row, name=name)
-        for name, samples in fixed_sets(config, sets).items()
+        name: evaluate(model, items, tokens_per_row=config.tokens_per_row, method=method, name=name)
+        for name, items in fixed_sets(config, sets).items()
     }
     return MeasuredAgain(str(run_folder), tuple(_beside(name, found, record) for name, found in measured.items()))
 

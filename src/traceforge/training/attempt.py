@@ -43,10 +43,10 @@ from traceforge.evidence.summaries import percentile_95
 from traceforge.models.language_model import LanguageModel
 from traceforge.models.load import ModelLocation, linears_4bit
 from traceforge.parallel.world import ONE_PROCESS, World
-from traceforge.samples.dataset import SampleSets
 from traceforge.training.evaluation import EvaluationResult
 from traceforge.training.loop import Job
 from traceforge.training.measure import fingerprints, memory_parts, peak_device_bytes, peak_host_bytes
+from traceforge.training.methods import Sets
 from traceforge.training.optimizer import num_state_entries
 
 WORKLOAD_VERSION = "1"
@@ -70,7 +70,7 @@ class Attempt:
     stage: Stage = "environment_preflight"
     location: ModelLocation | None = None
     model_hash: str | None = None
-    sets: SampleSets | None = None
+    sets: Sets | None = None
     model: LanguageModel | None = None
     job: Job | None = None
     world: World = ONE_PROCESS

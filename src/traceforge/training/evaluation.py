@@ -22,8 +22,7 @@ from traceforge.config import RunConfig
 from traceforge.errors import EvaluationError
 from traceforge.models.language_model import LanguageModel
 from traceforge.parallel.world import ONE_PROCESS, World
-from traceforge.samples.dataset import SampleSets
-from traceforge.training.methods import Item, Method
+from traceforge.training.methods import Item, Method, Sets
 from traceforge.training.update import SFT, own_share
 
 ItemT = TypeVar("ItemT", bound=Item)
@@ -73,7 +72,7 @@ def evaluate(
         for row in method.rows(model, own_share(model, measured, world), tokens_per_row=tokens_per_row):
             found = method.row_loss(model, row)
             for key, value in (("loss", found.loss), *found.sums.items()):
-                sums[key].append(float(value))
+                sums[key].append(float(value) * found.share)
     totals = world.sum_numbers([_sum(values) for values in sums.values()])
     denominator = method.denominator(measured)
     means = {key: total / denominator for key, total in zip(sums, totals, strict=True)}
@@ -116,7 +115,7 @@ def fixed_part(samples: Sequence[ItemT], most: int, *, seed: int) -> tuple[ItemT
     return tuple(sample for sample in unique if sample.sample_id in chosen)
 
 
-def fixed_sets(config: RunConfig, sets: SampleSets) -> dict[str, tuple[Item, ...]]:
+def fixed_sets(config: RunConfig, sets: Sets) -> dict[str, tuple[Item, ...]]:
     """Return the samples of each evaluation set of a run: `train`, and `evaluation` if something is held out."""
     train_samples = [sample for source in sets.train for sample in source.samples]
     settings, seed = config.evaluation, config.data.seed

@@ -24,20 +24,28 @@ from traceforge.models.language_model import LanguageModel
 from traceforge.objectives.dpo import dpo_loss
 from traceforge.objectives.nll import weighted_nll
 from traceforge.objectives.simpo import simpo_loss
-from traceforge.samples.branches import Branch, Pair, PairRow, build_pair_rows
+from traceforge.parallel.world import ONE_PROCESS, World
+from traceforge.samples.branches import Branch, Pair, PairRow, build_branch_rows, build_pair_rows
+from traceforge.samples.dataset import SampleSets, load_samples
+from traceforge.samples.pair_loading import PairSets, load_pairs
 from traceforge.samples.rows import Row
 from traceforge.samples.tokens import Sample
 
 Item = Sample | Pair
+Sets = SampleSets | PairSets
 AnyRow = Row | PairRow
 
 
 @dataclass(frozen=True)
 class RowLoss:
-    """The loss of a row, a sum with a gradient, and sums of what is logged beside it, without one."""
+    """The loss of a row, a sum with a gradient, and sums of what is logged beside it, without one.
+
+    `share` is the part of both that this rank counts, where several ranks come to the same numbers.
+    """
 
     loss: Tensor
     sums: Mapping[str, Tensor] = field(default_factory=dict)
+    share: float = 1.0
 
 
 class Method(Protocol):
@@ -99,7 +107,12 @@ class Sft:
 
 
 class _Preference:
-    """What SimPO and DPO share: pairs in rows, branch scores, and what is logged of them."""
+    """What SimPO and DPO share: pairs in rows, branch scores, and what is logged of them.
+
+    With a world of branches (`parallel.pairs = "branch_parallel"`) each of two ranks runs one side of every pair and
+    tells the other its scores; the loss is formed with the other side constant, so each rank has the gradient of its
+    own branch, and their sum over ranks is that of the pair.
+    """
 
     logged: tuple[str, ...] = (
         "margin",
@@ -112,9 +125,15 @@ class _Preference:
         "rejected_reward",
     )
 
+    def __init__(self, world: World) -> None:
+        self._world = world
+
     def rows(self, model: LanguageModel, items: Sequence[Pair], *, tokens_per_row: int) -> list[PairRow]:
         """See `Method.rows`."""
-        return build_pair_rows(items, tokens_per_row=tokens_per_row, share=model.layout == "tree")
+        share = model.layout == "tree"
+        if self._world.branch_size == 2:
+            return build_branch_rows(items, self._world.branch_rank, tokens_per_row=tokens_per_row, share=share)
+        return build_pair_rows(items, tokens_per_row=tokens_per_row, share=share)
 
     def denominator(self, items: Sequence[Pair]) -> float:
         """See `Method.denominator`."""
@@ -122,10 +141,21 @@ class _Preference:
 
     def row_loss(self, model: LanguageModel, row: PairRow) -> RowLoss:
         """See `Method.row_loss`."""
-        logp_N, _ = model.row_logprobs(row.row)
-        chosen, rejected = Scores.of(logp_N, row.chosen), Scores.of(logp_N, row.rejected)
+        chosen, rejected = self._scores(model, row)
         loss, margin_P, rewards = self.pair_loss(row.pair_ids, chosen, rejected)
-        return RowLoss(loss, preference_sums(chosen, rejected, margin_P, rewards))
+        sums = preference_sums(chosen, rejected, margin_P, rewards)
+        return RowLoss(loss, sums, share=1 / self._world.branch_size)
+
+    def _scores(self, model: LanguageModel, row: PairRow) -> tuple[Scores, Scores]:
+        """Return the scores of both sides; branch-parallel, the other rank's side is a constant."""
+        logp_N, _ = model.row_logprobs(row.row)
+        if self._world.branch_size == 1:
+            return Scores.of(logp_N, row.chosen), Scores.of(logp_N, row.rejected)
+        own = Scores.of(logp_N, row.rejected if self._world.branch_rank else row.chosen)
+        told = self._world.gather_scores(torch.cat([own.sum_P.detach(), own.weight_P]))
+        sides = [Scores(*each.to(own.sum_P).chunk(2)) for each in told]
+        sides[self._world.branch_rank] = own
+        return sides[0], sides[1]
 
     def pair_loss(
         self, pair_ids: Sequence[str], chosen: Scores, rejected: Scores
@@ -171,7 +201,8 @@ class Scores:
 class Simpo(_Preference):
     """See `objectives/simpo.py`; optionally with the negative log-likelihood of the chosen side."""
 
-    def __init__(self, settings: SimpoObjective) -> None:
+    def __init__(self, settings: SimpoObjective, world: World = ONE_PROCESS) -> None:
+        super().__init__(world)
         self._settings = settings
 
     def pair_loss(
@@ -194,7 +225,8 @@ class Simpo(_Preference):
 class Dpo(_Preference):
     """See `objectives/dpo.py`. The reference is the model that training started from, the initial adapter included."""
 
-    def __init__(self, settings: DpoObjective) -> None:
+    def __init__(self, settings: DpoObjective, world: World = ONE_PROCESS) -> None:
+        super().__init__(world)
         self._settings = settings
         self._reference: dict[str, tuple[float, float]] = {}
 
@@ -216,8 +248,7 @@ class Dpo(_Preference):
         """Measure every pair under the model as it is now, unless that is already known."""
         unknown = [pair for pair in items if pair.pair_id not in self._reference]
         for row in self.rows(model, unknown, tokens_per_row=tokens_per_row) if unknown else []:
-            logp_N, _ = model.row_logprobs(row.row)
-            sides = (Scores.of(logp_N, side).sum_P.tolist() for side in (row.chosen, row.rejected))
+            sides = (side.sum_P.tolist() for side in self._scores(model, row))
             for name, *both in zip(row.pair_ids, *sides, strict=True):
                 self._reference[name] = (both[0], both[1])
 
@@ -247,12 +278,18 @@ def preference_sums(
     return {name: value.detach().sum() for name, value in values.items()}
 
 
-def method_of(config: RunConfig) -> Method:
+def method_of(config: RunConfig, world: World = ONE_PROCESS) -> Method:
     """Return the method that `[objective]` names."""
     match config.objective:
         case SimpoObjective() as settings:
-            return Simpo(settings)
+            return Simpo(settings, world)
         case DpoObjective() as settings:
-            return Dpo(settings)
+            return Dpo(settings, world)
         case SftObjective():
             return Sft()
+
+
+def load_sets(config: RunConfig, tokenizer: Any) -> Sets:
+    """Return what the objective trains on and measures: samples, or preference pairs."""
+    load = load_samples if isinstance(config.objective, SftObjective) else load_pairs
+    return load(config.data, tokenizer, template_kwargs=config.model.template_kwargs)

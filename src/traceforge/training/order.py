@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from traceforge.samples.dataset import WeightedSamples
+from traceforge.samples.pair_loading import WeightedPairs
 from traceforge.training.methods import Item
 
 
@@ -24,7 +25,9 @@ class UpdateOrder:
         seed: decides the order; the same seed gives the same lists.
     """
 
-    def __init__(self, sources: Sequence[WeightedSamples], *, items_per_update: int, seed: int) -> None:
+    def __init__(
+        self, sources: Sequence[WeightedSamples] | Sequence[WeightedPairs], *, items_per_update: int, seed: int
+    ) -> None:
         self._sources = [(source.weight, _groups(source.samples)) for source in sources]
         self._items_per_update = items_per_update
         self._seed = seed

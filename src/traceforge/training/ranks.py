@@ -95,9 +95,10 @@ def conclude(config: RunConfig, folder: Path, ended: RanksEnded) -> Evidence:
         raise RankError(f"{folder}: the ranks ended without evidence", hint=f"see {folder / 'logs'}")
     else:
         cause = _first_cause(folder, ended.failures)
-        failure = _failure_of(folder, cause)
-        code = cause.end.exit_code if cause.own_failure is not None and cause.end.exit_code > 0 else 1
-    if left.evidence is None or left.evidence.failure is None or not _says(left.evidence.failure, failure):
+        by_rank_0 = left.evidence.failure if left.evidence is not None and cause.end.rank == 0 else None
+        failure = by_rank_0 or _failure_of(folder, cause)
+        code = cause.end.exit_code if (by_rank_0 or cause.own_failure) and cause.end.exit_code > 0 else 1
+    if left.evidence is None or left.evidence.failure != failure:
         _rewrite(config, folder, left, failure)
     if failure.error_type == "Interrupted":
         raise Interrupted(failure.message, number=code - 128, hint=failure.hint or "start it again")
@@ -152,10 +153,6 @@ def _interrupted(folder: Path, left: RunRecord, number: int) -> Failure:
     )
 
 
-def _says(written: Failure, failure: Failure) -> bool:
-    return (written.rank, written.stage, written.error_type) == (failure.rank, failure.stage, failure.error_type)
-
-
 def _rewrite(config: RunConfig, folder: Path, left: RunRecord, failure: Failure) -> None:
     """Make evidence.json and report.html say `failure`; what rank 0 had written about itself becomes a note."""
     found = left.evidence or _evidence_from_files(config, folder, left, failure)
@@ -179,8 +176,10 @@ def _rewrite(config: RunConfig, folder: Path, left: RunRecord, failure: Failure)
 
 def _evidence_from_files(config: RunConfig, folder: Path, left: RunRecord, failure: Failure) -> Evidence:
     """Return evidence of a run whose rank 0 could write none: what the files of the run know."""
-    cards = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    evidence = Attempt(config, folder, "real", cards).evidence(failure)
+    num_ranks = len(list((folder / "logs").glob("rank*.log")))
+    records = [read_rank_record(folder, rank) for rank in range(num_ranks)]
+    kind = "cuda" if any(record is not None and record.device == "cuda" for record in records) else "cpu"
+    evidence = Attempt(config, folder, "real", torch.device(kind)).evidence(failure)
     update: dict[str, object] = {}
     manifest: Mapping[str, object] = left.manifest or {}
     model = manifest.get("model")
@@ -200,7 +199,6 @@ def _evidence_from_files(config: RunConfig, folder: Path, left: RunRecord, failu
         evaluation_loss=losses.get((last, "evaluation")) if lines else None,
         update_losses=tuple(line.loss for line in lines),
     )
-    num_ranks = len(list((folder / "logs").glob("rank*.log")))
     update["hardware"] = evidence.hardware.model_copy(update={"world": max(1, num_ranks)})
     update["notes"] = (*evidence.notes, "rank 0 could write no evidence; this was made from the files of the run")
     return evidence.model_copy(update=update)

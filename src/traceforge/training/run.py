@@ -26,7 +26,7 @@ from traceforge.hashes import folder_sha256
 from traceforge.models.adapters import adapter_base, save_adapter
 from traceforge.models.language_model import load_language_model
 from traceforge.models.load import locate_model
-from traceforge.samples.dataset import SampleSets, load_samples
+from traceforge.samples.dataset import SampleSets
 from traceforge.samples.mask_view import mask_segments
 from traceforge.samples.tokenizer import load_tokenizer
 from traceforge.training.attempt import Attempt
@@ -37,7 +37,7 @@ from traceforge.training.interrupts import Interrupted, Stop, StopRequest
 from traceforge.training.joining import check_same, join
 from traceforge.training.loop import Job, measure, train
 from traceforge.training.measure import fingerprints
-from traceforge.training.methods import Item, method_of
+from traceforge.training.methods import Item, Sets, load_sets, method_of
 from traceforge.training.optimizer import build_optimizer
 from traceforge.training.order import UpdateOrder
 from traceforge.training.progress import RunProgress
@@ -112,7 +112,7 @@ def _carry_out(
     attempt.enter("dataset_and_supervision")
     tokenizer = load_tokenizer(str(location.folder), template_file=config.model.template_file)
     with world.first_goes_first("tokenising"):
-        attempt.sets = sets = load_samples(config.data, tokenizer, template_kwargs=config.model.template_kwargs)
+        attempt.sets = sets = load_sets(config, tokenizer)
     check_same(world, "training samples", sets.statistics.train_ids_hash)
     recorder.write_manifest(_manifest(attempt))
     recorder.write_samples(_mask_views(fixed_sets(config, sets), tokenizer))
@@ -151,7 +151,7 @@ def _carry_out(
     world.close()
 
 
-def _load(attempt: Attempt, sets: SampleSets, recorder: RunRecorder, progress: RunProgress, extend: Path | None) -> Job:
+def _load(attempt: Attempt, sets: Sets, recorder: RunRecorder, progress: RunProgress, extend: Path | None) -> Job:
     """Return the run ready to train: model, optimizer, order and clock, as new or as a checkpoint has them."""
     config = attempt.config
     assert attempt.location is not None
@@ -174,7 +174,7 @@ def _load(attempt: Attempt, sets: SampleSets, recorder: RunRecorder, progress: R
         clock=Clock(),
         recorder=recorder,
         progress=progress,
-        method=method_of(config),
+        method=method_of(config, world),
         scaler=torch.amp.GradScaler(attempt.device.type) if config.model.dtype == "float16" else None,
         world=world,
     )
@@ -269,12 +269,13 @@ def _mask_views(fixed: dict[str, tuple[Item, ...]], tokenizer: Any) -> list[dict
     ]
 
 
-def _data_line(sets: SampleSets) -> str:
+def _data_line(sets: Sets) -> str:
     found = sets.statistics
     held_out = f", {found.evaluation.samples} held out" if found.evaluation else ", nothing held out"
     refused = sum(each.count for each in found.refusals.values())
+    unit = "samples" if isinstance(sets, SampleSets) else "pairs"
     return (
-        f"{found.train.samples} training samples{held_out}, {refused} refused; median {found.train.tokens_median:,.0f} "
+        f"{found.train.samples} training {unit}{held_out}, {refused} refused; median {found.train.tokens_median:,.0f} "
         f"tokens, {found.train.trained_share:.1%} of the tokens trained"
     )
 

@@ -100,7 +100,7 @@ def _backward(model: LanguageModel, update: Update, scaler: torch.amp.GradScaler
         loss = found.loss / update.denominator
         (loss if scaler is None else scaler.scale(loss)).backward()
         for name, value in (("loss", loss.detach()), *((n, v / update.denominator) for n, v in found.sums.items())):
-            parts[name].append(value)
+            parts[name].append(value * found.share)
     return {name: math.fsum(torch.stack(values).double().tolist()) if values else 0.0 for name, values in parts.items()}
 
 

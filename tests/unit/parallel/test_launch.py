@@ -107,7 +107,7 @@ def test_a_rank_that_answers_no_signal_is_killed_after_the_grace(tmp_path):
     threading.Thread(target=lambda: os.kill(pids(tmp_path)[1], signal.SIGKILL)).start()
     begun = time.monotonic()
     ended = started(DEAF, tmp_path, grace_s=0.5)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 25  # torch's agent alone would wait for 30
     assert [(each.exit_code, each.first) for each in ended.failures] == [(-9, False), (-9, True)]
     assert all_gone(pids(tmp_path))
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from traceforge.samples.pair_rows import PairRow, read_pair_row, row_format
+from traceforge.samples.pair_rows import PreferenceRow, read_pair_row, row_format
 from traceforge.samples.pair_sides import PairRefused, ending_turns
 from traceforge.trajectories.record import Message
 
@@ -40,7 +40,7 @@ def result(call_id: str = "c1", content: str = "rain") -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
-def read(**row: Any) -> PairRow:
+def read(**row: Any) -> PreferenceRow:
     return read_pair_row(row, Counter())
 
 

@@ -1,4 +1,4 @@
-"""What is said of a run on several ranks that ended before its time: which rank, where, why, and with which exit code."""
+"""What is said of a run on several ranks that ended before its time: which rank, where, why, with which exit code."""
 
 from __future__ import annotations
 
@@ -96,10 +96,19 @@ def test_when_all_ranks_fail_alike_the_words_of_rank_0_stand(tmp_path):
         leave(tmp_path, rank, failure("ModelError", "no such model", rank=rank, code=2))
     leave_evidence(tmp_path, failure("ModelError", "no such model", code=2))
     before = (tmp_path / "evidence.json").read_bytes()
-    with pytest.raises(RankError, match="rank 0: no such model") as found:
+    with pytest.raises(RankError, match="no such model") as found:
         conclude(CONFIG, tmp_path, ended((0, 2, True), (1, 2, True)))
     assert found.value.exit_code == 2
     assert (tmp_path / "evidence.json").read_bytes() == before
+
+
+def test_the_only_rank_of_a_run_speaks_by_its_evidence_alone(tmp_path):
+    alone = Failure(stage="dataset_and_supervision", error_type="InputError", message="no such data")
+    leave_evidence(tmp_path, alone)
+    with pytest.raises(RankError, match="no such data") as found:
+        conclude(CONFIG, tmp_path, ended((0, 2, True)))
+    assert found.value.exit_code == 2
+    assert evidence(tmp_path).failure == alone
 
 
 def test_without_rank_0_the_evidence_is_made_from_the_files_of_the_run(tmp_path):
@@ -129,7 +138,7 @@ def test_without_rank_0_the_evidence_is_made_from_the_files_of_the_run(tmp_path)
 
 
 def test_a_rank_that_dies_before_its_first_word_is_filed_under_the_preflight(tmp_path):
-    with pytest.raises(RankError, match="rank 1 .* ended at environment_preflight: exit code 5"):
+    with pytest.raises(RankError, match=r"rank 1 \(process 101\) ended at environment_preflight: exit code 5"):
         conclude(CONFIG, tmp_path, ended((0, -15, False), (1, 5, True)))
     assert evidence(tmp_path).failure.stage == "environment_preflight"
 
