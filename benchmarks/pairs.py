@@ -31,8 +31,9 @@ import torch
 
 import traceforge
 from pair_contenders import CONTENDERS, PairWork
-from traceforge.config import RunConfig, parse_run
+from traceforge.config import RunConfig
 from traceforge.demo.model import MODEL_FOLDER, prepare_model
+from traceforge.run_files import parse_run
 from traceforge.samples.branches import Pair
 from traceforge.samples.tokenizer import load_tokenizer
 from traceforge.samples.tokens import IntArray, Sample

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import io
-import json
-import logging
 import os
 import sys
-import traceback
-import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
 
 from traceforge import __version__
+from traceforge.console import prepare_terminal, print_result, print_run, show_error
 from traceforge.errors import TraceForgeError, UsageError
-
-if TYPE_CHECKING:
-    from traceforge.training.run import RunOutcome
-    from traceforge.trajectories.manifest import IngestSummary
 
 _VERBS = ("demo", "ingest", "build", "inspect", "train", "evaluate", "compare", "report", "version")
 
@@ -63,7 +55,7 @@ def _settings() -> None:
 def version(as_json: Json = False, debug: Debug = False) -> None:
     """Print the version."""
     _state["debug"] = debug
-    _print({"version": __version__}, as_json=as_json, text=f"traceforge {__version__}")
+    print_result({"version": __version__}, as_json=as_json, text=f"traceforge {__version__}")
 
 
 @app.command()
@@ -81,7 +73,7 @@ def ingest(
     from traceforge.trajectories.ingest import ingest as run_ingest
 
     summary = run_ingest(inputs, output, labels=tuple(labels or ()))
-    _print(summary.as_dict(), as_json=as_json, text=_ingest_text(summary))
+    print_result(summary.as_dict(), as_json=as_json, text=summary.describe())
 
 
 @build_app.command("sft")
@@ -102,7 +94,7 @@ def build_sft(
     if expand not in {None, "trl"}:
         raise UsageError(f"--as {expand}: the only other form is trl")
     summary = run_build(source, output, only_resolved=only_resolved, as_trl=expand == "trl")
-    _print(summary.as_dict(), as_json=as_json, text=summary.describe())
+    print_result(summary.as_dict(), as_json=as_json, text=summary.describe())
 
 
 @build_app.command("pairs")
@@ -161,7 +153,7 @@ def build_pairs(  # noqa: PLR0913 - one parameter per option
             seed=seed,
             tokenizer=None if model is None else load_tokenizer(model),
         )
-    _print(summary.as_dict(), as_json=as_json, text=summary.describe())
+    print_result(summary.as_dict(), as_json=as_json, text=summary.describe())
 
 
 @app.command()
@@ -188,7 +180,7 @@ def inspect(  # noqa: PLR0913 - one parameter per option
 ) -> None:
     """Show lengths, masks, drops and cuts of a data set as a model will see it."""
     _state["debug"] = debug
-    from traceforge.config import load_run_file
+    from traceforge.run_files import load_run_file
     from traceforge.samples.inspection import run_inspect
 
     if raw and as_json:
@@ -229,15 +221,18 @@ def train(  # noqa: PLR0913 - one parameter per option
 ) -> None:
     """Train, evaluate before and after, and leave adapter, evidence and report."""
     _state["debug"] = debug
-    from traceforge.config import load_run_file
     from traceforge.parallel.devices import is_rank
+    from traceforge.run_files import load_run_file
 
     changes = [*(overrides or []), *(["parallel.shared_device=true"] if allow_shared_device else [])]
     config = load_run_file(run_file, changes)
     if gpus is None and ranks in {None, 1}:
         from traceforge.training.run import run
 
-        _finish(run(config, dry_run=dry_run, extend=extend), as_json=as_json)
+        outcome = run(config, dry_run=dry_run, extend=extend)
+        print_run(outcome, as_json=as_json)
+        if outcome.evidence.decision == "reject":
+            raise typer.Exit(3)
         return
     if is_rank(os.environ):
         raise UsageError("--ranks and --gpus start ranks, and this process is one already (RANK is set)")
@@ -263,7 +258,7 @@ def evaluate(
     from traceforge.training.again import evaluate_again
 
     result = evaluate_again(run_folder)
-    _print(result.as_dict(), as_json=as_json, text=result.describe())
+    print_result(result.as_dict(), as_json=as_json, text=result.describe())
 
 
 @app.command()
@@ -294,7 +289,7 @@ def compare(
         overrides=overrides or [],
         oracle_overrides=oracle_overrides or [],
     )
-    _print(comparison.as_dict(), as_json=as_json, text=comparison.describe())
+    print_result(comparison.as_dict(), as_json=as_json, text=comparison.describe())
     comparison.require_agreement()
 
 
@@ -309,7 +304,7 @@ def report(
     from traceforge.evidence.report import write_report
 
     path = write_report(run_folder)
-    _print({"report": str(path)}, as_json=as_json, text=f"report: {path}")
+    print_result({"report": str(path)}, as_json=as_json, text=f"report: {path}")
 
 
 @app.command()
@@ -326,22 +321,19 @@ def demo(
     from traceforge.demo.tour import run_demo
 
     result = run_demo(output, updates=updates)
-    _print(result.as_dict(), as_json=as_json, text=result.describe())
+    print_result(result.as_dict(), as_json=as_json, text=result.describe())
     if result.exit_code:
         raise typer.Exit(result.exit_code)
 
 
 def main() -> NoReturn:
     """Run the command line and exit with the documented code; an error is a few lines, without a traceback."""
-    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character must not end a run
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-    _quieten_libraries()
+    prepare_terminal()
     try:
         result = app(standalone_mode=False)
         code = result if isinstance(result, int) else 0
     except TraceForgeError as error:
-        _show(error)
+        show_error(error, debug=_state["debug"])
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         typer.echo("interrupted", err=True)
@@ -355,71 +347,6 @@ def main() -> NoReturn:
             show_usage()
             code = int(getattr(error, "exit_code", 2))
         else:
-            _show(error)
+            show_error(error, debug=_state["debug"])
             code = 1
     sys.exit(code)
-
-
-def _quieten_libraries() -> None:
-    """Keep what libraries say to their developers off the screen: deprecations, and kernels that are not installed."""
-    warnings.simplefilter("ignore", FutureWarning)
-    warnings.simplefilter("ignore", DeprecationWarning)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
-
-def _show(error: Exception) -> None:
-    if _state["debug"]:
-        traceback.print_exception(error)
-        return
-    if isinstance(error, TraceForgeError):
-        lines = [f"error: {error}", *getattr(error, "__notes__", [])]
-    else:
-        lines = [
-            f"error: unexpected {type(error).__name__}: {error}",
-            "  way out: run again with --debug and report it",
-        ]
-    typer.echo("\n".join(lines), err=True)
-
-
-def _print(values: dict[str, Any], *, as_json: bool, text: str) -> None:
-    typer.echo(json.dumps(values, ensure_ascii=False, indent=2) if as_json else text)
-
-
-def _ingest_text(summary: IngestSummary) -> str:
-    counts = summary.counts
-    lines = [
-        f"{counts.trajectories:,} trajectories with {counts.turns:,} turns from {counts.files:,} files "
-        f"({_counted(summary.formats)})",
-        f"outcomes: {counts.resolved:,} resolved, {counts.unresolved:,} not, {counts.unlabelled:,} unknown",
-        f"refused: {_counted(summary.refusals_by_reason)}",
-    ]
-    if summary.notes:
-        lines.append(f"noted: {_counted(summary.notes)}")
-    return "\n".join([*lines, f"wrote {summary.trajectories_file}", f"wrote {summary.manifest_file}"])
-
-
-def _counted(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "nothing"
-
-
-def _finish(outcome: RunOutcome, *, as_json: bool) -> None:
-    """Print what a run came to; a failed gate is exit code 3."""
-    values = {
-        "folder": str(outcome.folder),
-        "decision": outcome.evidence.decision,
-        "reasons": list(outcome.evidence.decision_reasons),
-        "baseline": outcome.evidence.baseline.model_dump(),
-        "candidate": outcome.evidence.candidate.model_dump(),
-        "report": str(outcome.report),
-    }
-    text = "\n".join(
-        [
-            f"decision: {outcome.evidence.decision}",
-            *(f"  {reason}" for reason in outcome.evidence.decision_reasons),
-            f"evidence: {outcome.folder / 'evidence.json'}",
-            f"report:   {outcome.report}",
-        ]
-    )
-    _print(values, as_json=as_json, text=text)
-    if outcome.evidence.decision == "reject":
-        raise typer.Exit(3)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from traceforge.config import RunConfig, parse_run
+from traceforge.config import RunConfig
 from traceforge.oracles.our_run import trace_our_run as train_ours
+from traceforge.run_files import parse_run
 from traceforge.samples.dataset import WeightedSamples
 from traceforge.samples.tokens import Sample
 from traceforge.training.methods import Item

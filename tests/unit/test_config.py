@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from traceforge.config import RunConfig, load_run_file, parse_run
+from traceforge.config import RunConfig
 from traceforge.errors import ConfigError
+from traceforge.run_files import load_run_file, parse_run
 
 SMALLEST = '[model]\nname_or_path = "m"\n[data]\ntrain = "d"\n'
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from traceforge import cli
-from traceforge.config import RunConfig, load_run_file
+from traceforge.config import RunConfig
 from traceforge.demo.tour import RUN_FILE
 from traceforge.evidence.run_record import load_run
+from traceforge.run_files import load_run_file
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))

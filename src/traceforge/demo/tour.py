@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from traceforge.config import RunConfig, load_run_file
+from traceforge.config import RunConfig
 from traceforge.demo.model import prepare_model
 from traceforge.evidence.schema import Evidence
+from traceforge.run_files import load_run_file
 
 RUN_FILE = Path(__file__).with_name("sft_demo_cpu.toml")
 LOGS = Path(__file__).parent / "data" / "logs"

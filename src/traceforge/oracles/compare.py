@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 from traceforge import __version__
-from traceforge.config import RunConfig, SimpoObjective, load_run_file
+from traceforge.config import RunConfig, SimpoObjective
 from traceforge.errors import DisagreementError, TraceForgeError, TrainingError, UsageError
 from traceforge.evidence.recorder import create_run_folder
 from traceforge.evidence.storage import to_json, write_whole
@@ -35,6 +35,7 @@ from traceforge.oracles.our_run import trace_our_run
 from traceforge.oracles.record import REAL_WEIGHTS, ConformanceRecord, compare_traces
 from traceforge.oracles.trace import TrainingTrace, check_samples, check_settings, require, versions
 from traceforge.oracles.trl import trl_sft
+from traceforge.run_files import load_run_file
 from traceforge.samples.branches import Pair
 from traceforge.samples.dataset import load_samples
 from traceforge.samples.pair_loading import load_pairs

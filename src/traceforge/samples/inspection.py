@@ -15,8 +15,9 @@ from typing import Any
 
 from rich.console import Console
 
-from traceforge.config import DataSettings, DataSource, RunConfig, load_run_file, parse_run
+from traceforge.config import DataSettings, DataSource, RunConfig
 from traceforge.errors import UsageError
+from traceforge.run_files import load_run_file, parse_run
 from traceforge.samples.dataset import load_samples
 from traceforge.samples.fork_causes import explain_forks
 from traceforge.samples.inspection_parts import find_shown, length_histogram

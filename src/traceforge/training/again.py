@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from traceforge.config import RunConfig, parse_run
+from traceforge.config import RunConfig
 from traceforge.errors import InputError
 from traceforge.evidence.recorder import RunRecord, load_run
 from traceforge.models.language_model import load_language_model
 from traceforge.models.load import locate_model
+from traceforge.run_files import parse_run
 from traceforge.samples.tokenizer import load_tokenizer
 from traceforge.training.checkpoint import read_checkpoint
 from traceforge.training.evaluation import EvaluationResult, evaluate, fixed_sets

@@ -53,6 +53,28 @@ class RunOutcome:
     evidence: Evidence
     report: Path
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "folder": str(self.folder),
+            "decision": self.evidence.decision,
+            "reasons": list(self.evidence.decision_reasons),
+            "baseline": self.evidence.baseline.model_dump(),
+            "candidate": self.evidence.candidate.model_dump(),
+            "report": str(self.report),
+        }
+
+    def describe(self) -> str:
+        """Return the decision, its reasons and where everything lies, for a person."""
+        return "\n".join(
+            [
+                f"decision: {self.evidence.decision}",
+                *(f"  {reason}" for reason in self.evidence.decision_reasons),
+                f"evidence: {self.folder / 'evidence.json'}",
+                f"report:   {self.report}",
+            ]
+        )
+
 
 def run(
     config: RunConfig,

@@ -129,6 +129,19 @@ class IngestSummary(msgspec.Struct, frozen=True, kw_only=True):
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain
 
+    def describe(self) -> str:
+        """Return a few lines for a person."""
+        counts = self.counts
+        lines = [
+            f"{counts.trajectories:,} trajectories with {counts.turns:,} turns from {counts.files:,} files "
+            f"({_counted(self.formats)})",
+            f"outcomes: {counts.resolved:,} resolved, {counts.unresolved:,} not, {counts.unlabelled:,} unknown",
+            f"refused: {_counted(self.refusals_by_reason)}",
+        ]
+        if self.notes:
+            lines.append(f"noted: {_counted(self.notes)}")
+        return "\n".join([*lines, f"wrote {self.trajectories_file}", f"wrote {self.manifest_file}"])
+
     def to_json(self) -> str:
         """Return one JSON document."""
         return msgspec.json.encode(self).decode()
@@ -137,3 +150,7 @@ class IngestSummary(msgspec.Struct, frozen=True, kw_only=True):
 def by_count(counter: Counter[str]) -> dict[str, int]:
     """Return a counter as a dict, the largest first and equal ones by name."""
     return dict(sorted(counter.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "nothing"

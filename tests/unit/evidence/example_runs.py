@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from traceforge.config import RunConfig, parse_run
+from traceforge.config import RunConfig
 from traceforge.evidence.recorder import RunRecorder, create_run_folder
 from traceforge.evidence.schema import (
     Artifact,
@@ -29,6 +29,7 @@ from traceforge.evidence.schema import (
     Workload,
     decide,
 )
+from traceforge.run_files import parse_run
 
 STARTED = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 SHA = "5f2c1e0b7a9d4c3e8f6a1b2c3d4e5f60718293a4b5c6d7e8f90a1b2c3d4e5f60"
