@@ -1,4 +1,4 @@
-"""Reading a run file: TOML and `--set` overrides in, validated settings out; every mistake is named with its way out."""
+"""Reading a run file: TOML and `--set` overrides in, validated settings out; mistakes are named with their way out."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Tolerances against the float32 reference: in float32 (no TF32) 1e-4 for loss and gradients, which covers the order of
 summation; in bfloat16 3e-3 for the loss and 6e-2 relative L2 over all gradients, which covers 8 bits of mantissa
-through two layers (bfloat16 on a CPU: 3e-4 and 3e-2). A token that sees one wrong neighbour moves the loss by 1e-1 and
-more on these models.
+through two layers (bfloat16 on a CPU: 3e-4 and 3e-2). A token that sees one wrong neighbour moves the loss by 1e-1.
 """
 
 from __future__ import annotations
