@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def real_pairs(model: Path, count: int, prompt_tokens: int, reply_tokens: int) -> list[Pair]:
-    """Return pairs cut from the text of a recorded run, each from another place; the endings share their prompt only."""
+    """Return pairs cut from the text of a recorded run, each from another place; endings share their prompt only."""
     messages = json.loads(_LOG.read_text(encoding="utf-8"))["messages"]
     text = "\n".join(str(message["content"]) for message in messages)
     ids_T = np.array(load_tokenizer(str(model)).encode(text, add_special_tokens=False), dtype=np.int64)

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-_PRELOADED = ["torch", "transformers", "peft", "tests.tiny_models", "traceforge.training.update", "tests.ranks"]
+_PRELOADED = ["torch", "transformers", "peft", "tests.tiny_models", "traceforge.training.loop", "tests.ranks"]
 
 
 @dataclass(frozen=True)
