@@ -62,6 +62,7 @@ conformance: setup ## the same updates as TRL and Accelerate, and as plain sampl
 gpu: setup ## tests that need a CUDA device; without one they fail
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
-bench: setup ## reading speed of `traceforge ingest`; preference pairs against CPOTrainer (needs a quiet machine)
+bench: setup ## reading speed of `traceforge ingest`; prefix trees and preference pairs against TRL (needs a quiet machine)
 	$(BIN)/python benchmarks/ingest.py
+	$(BIN)/python benchmarks/trees.py
 	$(BIN)/python benchmarks/pairs.py

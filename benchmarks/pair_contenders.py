@@ -1,6 +1,6 @@
 """One contender of `pairs.py`: a process that makes one SimPO update whenever it is told to.
 
-    python benchmarks/pair_contenders.py {shared_prefix,apart,cpo} WORK
+    python benchmarks/pair_contenders.py {shared_prefix,cpo} WORK
 
 Timed    The update alone, from its pair to the changed weights: rows, forward, backward, clipping and
          `optimizer.step()`; for `cpo` from `on_step_begin` to `on_step_end`, collating excluded.
@@ -31,8 +31,8 @@ from traceforge.training.optimizer import build_optimizer
 from traceforge.training.update import apply_update, plan_update
 from turns import Turns
 
-CONTENDERS = ("shared_prefix", "apart", "cpo")
-_LAYOUTS = {"shared_prefix": "tree", "apart": "packed", "cpo": "plain"}
+CONTENDERS = ("shared_prefix", "cpo")
+_LAYOUTS = {"shared_prefix": "tree", "cpo": "plain"}
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""Preference pairs on the CPU: a pair as one prefix tree, against TRL's CPOTrainer and against its sides run apart.
+"""Preference pairs on the CPU: a pair as one prefix tree, against TRL's CPOTrainer.
 
     python benchmarks/pairs.py [--repeats 3] [--prompt-tokens 1536] [--reply-tokens 128] [--json FILE]
 
 Work     SimPO on SmolLM2-135M-Instruct (`make model`), LoRA of rank 16 on the seven linears with random B, float32, one
          pair an update: a prompt of 1,536 tokens of a recorded run and two endings of 128.
-Rivals   `cpo`: CPOTrainer with `loss_type="simpo"`, which runs prompt and ending of both sides as a batch of two and
-         makes logits of every position; its defaults of bf16, checkpointing and re-tokenising are overridden.
-         `apart`: our loop without sharing. Each is a process of its own (`pair_contenders.py`, which says what is timed
-         and measured), and they take turns.
+Rival    CPOTrainer with `loss_type="simpo"`: it runs prompt and ending of both sides as a batch of two and makes logits
+         of every position; its defaults of bf16, checkpointing and re-tokenising are overridden. Each contender is a
+         process of its own (`pair_contenders.py`, which says what is timed and measured), and they take turns. It needs
+         about 12 GiB of free memory, most of it for CPOTrainer.
 Must     Loss (1e-5) and gradient of the first update (1e-3) agree; the tree is at least 1.7 times as fast as CPOTrainer
          and needs at least 1.6 times less memory above the loaded model. Medians of the timed updates count.
 """

@@ -59,6 +59,16 @@ LOSS_RELATIVE = {"trl": 1e-5, "plain": 1e-6}
 MOST_SECONDS_FOR_ROWS = 2.0
 WARM_UP_SAMPLES = 2
 RANK = 8
+_EXPLANATIONS = {
+    "what": "one update over all turns of a real trajectory: prefix trees, our plain rows, TRL's SFTTrainer",
+    "timed": "from samples to changed weights: (rows,) forward, backward, clipping, optimizer.step(); no data "
+    "preparation. The contenders take turns in processes of their own; medians of the timed updates after a short "
+    "warm-up update",
+    "peak_growth_mib": "growth of the contender's resident set over all updates",
+    "share_of_theory_reached": "speed-up over the ratio of floating-point operations of forward and backward (linears, "
+    "LoRA, visible attention pairs, scored positions); above 1 where the rival does more than that",
+    "demands": {"speedup": LEAST_SPEEDUP, "share_of_theory": LEAST_SHARE, "loss_relative": LOSS_RELATIVE},
+}
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 192,
@@ -76,13 +86,13 @@ def main() -> None:
     """Measure, print, save, and fail if a demand is not met."""
     options = _options()
     record = json.loads(options.json.read_text(encoding="utf-8")) if options.json.is_file() else {}
-    record |= _about(options)
-    missed: list[str] = []
-    print("laying out a million tokens of samples")
-    record["row_building"] = measure_row_building()
-    missed += [
+    record |= _EXPLANATIONS
+    print("laying out a million tokens of samples (processor time of one thread)")
+    shapes = measure_row_building()
+    record["row_building"] = {**_about(), "median_of": 3, "shapes": shapes}
+    missed = [
         f"{shape}: {case['seconds']:.2f} s to lay out {case['tokens']} tokens"
-        for shape, case in record["row_building"].items()
+        for shape, case in shapes.items()
         if case["seconds"] > MOST_SECONDS_FOR_ROWS
     ]
     with _tokenizer_folder(options.tokenizer) as tokenizer:
@@ -91,8 +101,8 @@ def main() -> None:
             name = f"{samples[0].group_id}, {options.tokenizer.name} chat template"
             print(f"\n{name}")
             figures, unmet = measure(samples, vocabulary, options)
-            figures["observation_limit_tokens"] = options.observation_limit_tokens
-            record.setdefault("cases", {})[name] = figures
+            shortened = {"observation_limit_tokens": options.observation_limit_tokens}
+            record.setdefault("cases", {})[name] = {**_about(), **shortened, **figures}
             missed += [f"{name}: {each}" for each in unmet]
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -132,7 +142,8 @@ def measure(
     saving = theoretical_saving(samples, shape)
     print(
         f"  {len(samples)} samples: {saving['tokens_one_by_one']} tokens one by one, {saving['tokens_in_tree']} in the "
-        f"tree ({saving['forks']} forks); saves {saving['tokens']:.1f}x the tokens, {saving['flops']:.1f}x the work"
+        f"tree ({saving['forks']} forks); saves {saving['tokens']:.1f}x the tokens, {saving['flops']:.1f}x the work\n"
+        f"  {options.repeats} timed updates each, {options.threads} thread(s), load average {os.getloadavg()[0]:.1f}"
     )
     load = [os.getloadavg()[0]]
     told = take_turns(_HERE / "tree_contenders.py", CONTENDERS, work, num_updates=len(updates))
@@ -304,13 +315,9 @@ def _tokenizer_folder(source: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _about(options: argparse.Namespace) -> dict[str, Any]:
+def _about() -> dict[str, Any]:
     packages = ("torch", "transformers", "peft", "trl", "accelerate", "numpy")
     return {
-        "what": "one update over all turns of a real trajectory: prefix trees, our plain rows, TRL's SFTTrainer",
-        "timed": "samples to changed weights: (rows,) forward, backward, clipping, optimizer.step(); no data loading. "
-        "The contenders take turns; medians of the timed updates after a short warm-up update",
-        "peak_memory": "growth of a contender's resident set over all updates",
         "date": datetime.now(UTC).date().isoformat(),
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
         "versions": {
@@ -318,7 +325,6 @@ def _about(options: argparse.Namespace) -> dict[str, Any]:
             "traceforge": traceforge.__version__,
             **{name: version(name) for name in packages},
         },
-        "demands": {"speedup": LEAST_SPEEDUP, "share_of_theory": LEAST_SHARE, "loss_relative": LOSS_RELATIVE},
     }
 
 

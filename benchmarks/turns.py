@@ -96,6 +96,7 @@ class Turns:
     def tell(self, loss: float, **more: Any) -> None:
         """Answer with the update that was made."""
         growth = _peak_bytes() - self._resident_bytes
+        _give_back()  # the others need it while this one waits
         self._answer(
             {
                 "loss": loss,

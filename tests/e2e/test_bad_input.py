@@ -178,3 +178,17 @@ def test_a_disk_that_fills_up_at_the_end_is_a_storage_error_with_evidence_and_no
     assert not (folder / "adapter").exists()
     assert not list((folder / "checkpoints").glob("update-*"))
     assert not [path for path in folder.rglob("*") if "partial" in path.name]
+
+
+def test_an_adapter_that_cannot_be_written_whole_is_not_there_at_all(tmp_path, traceforge, run_file, monkeypatch):
+    def fill_the_disk(model, folder, **_: object) -> None:
+        folder.mkdir(parents=True)
+        (folder / "adapter_model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("traceforge.training.run.save_adapter", fill_the_disk)
+    assert_named(traceforge("train", run_file, "--set", "training.updates=1"), 1, "No space left on device")
+    folder = tmp_path / "runs" / "tiny"
+    assert json.loads((folder / "evidence.json").read_text())["failure"]["stage"] == "saving"
+    assert not [path for path in folder.rglob("*") if "adapter" in path.name]
+    assert list((folder / "checkpoints").glob("update-000001"))

@@ -127,3 +127,16 @@ def test_two_runs_of_the_textbook_experiments_cpu_twin_give_equal_ids_and_equal_
     assert unknown == {"peak_allocated_bytes", "peak_reserved_bytes"}, (
         "a CPU has no device memory; all else is measured"
     )
+
+
+def test_all_parameters_trained_leave_a_whole_model_that_measures_as_it_was_recorded(tmp_path, traceforge, run_file):
+    trained = traceforge(
+        "train", run_file, "--set", "adapter.kind=none", "--set", "optimizer.learning_rate=1e-3", "--json"
+    )
+    assert trained.code == 0, trained.err
+    folder = tmp_path / trained.json()["folder"]
+    assert not (folder / "adapter").exists()
+    again = traceforge("evaluate", folder, "--json")
+    assert again.code == 0, again.err
+    for each in again.json()["sets"]:
+        assert each["loss"] == pytest.approx(each["recorded_loss"], abs=1e-6)

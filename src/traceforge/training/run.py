@@ -42,6 +42,7 @@ from traceforge.training.optimizer import build_optimizer
 from traceforge.training.order import UpdateOrder
 from traceforge.training.progress import RunProgress
 
+_TOKENIZER_FILES = ("*token*", "*.jinja", "vocab.*", "merges.txt", "*.model")
 _SHOWN_SAMPLES = {"train": 3, "evaluation": 1}
 
 
@@ -230,7 +231,7 @@ def _save_result(attempt: Attempt) -> None:
             )
         else:
             attempt.model.base.save_pretrained(str(unfinished))
-            for path in attempt.location.folder.glob("*token*"):
+            for path in (path for pattern in _TOKENIZER_FILES for path in attempt.location.folder.glob(pattern)):
                 shutil.copy2(path, unfinished / path.name)
         unfinished.rename(folder)
     except TraceForgeError:
