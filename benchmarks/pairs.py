@@ -185,7 +185,11 @@ def _about(options: argparse.Namespace) -> dict[str, Any]:
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers", "peft", "trl")},
         },
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+        },
         "prompt_tokens": options.prompt_tokens,
         "reply_tokens": options.reply_tokens,
         "timed_updates": options.repeats,

@@ -1,6 +1,10 @@
 """`python -m traceforge`: the command line, also for `torchrun --nproc-per-node 2 -m traceforge train RUN.toml`."""
 
-from traceforge.cli import main
+import sys
 
 if __name__ == "__main__":
+    try:
+        from traceforge.cli import main
+    except KeyboardInterrupt:
+        sys.exit(130)
     main()

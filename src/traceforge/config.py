@@ -14,8 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+
+
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelSettings(_Section):
@@ -90,7 +94,7 @@ class DataSettings(_Section):
     """`shorten_observations`: tokens of one observation that are kept, half at its head and half at its tail."""
     group: Literal["trajectory", "none"] = "trajectory"
     """What an update never splits: all turns of a trajectory, or nothing."""
-    seed: int = 42
+    seed: Seed = 42
 
     @field_validator("train", mode="before")
     @classmethod
@@ -164,7 +168,7 @@ class OptimizerSettings(_Section):
     learning_rate: float = Field(2e-4, gt=0)
     """Without it: 2e-4 for `sft`, 1e-5 for preference objectives."""
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
     epsilon: float = Field(1e-8, gt=0)
     max_gradient_norm: float | None = Field(1.0, gt=0)
     """Clip the gradient of a whole update to this norm; unset with `--set optimizer.max_gradient_norm=none`."""
@@ -192,7 +196,7 @@ class TrainingSettings(_Section):
     split its tree. Changes memory and speed, never the result."""
     max_skipped_updates: int = Field(10, ge=1)
     """Stop with an error after so many non-finite updates in a row."""
-    seed: int = 42
+    seed: Seed = 42
 
     @model_validator(mode="after")
     def _updates_or_passes(self) -> TrainingSettings:

@@ -111,7 +111,7 @@ def load_run(folder: Path) -> RunRecord:
         InputError: the folder is missing or is no run folder, or a file in it is not what a run writes.
     """
     missing = tuple(name for name in RUN_FILES if not (folder / name).is_file())
-    if len(missing) == len(RUN_FILES):
+    if len(missing) == len(RUN_FILES) or _is_other_folder(folder, missing):
         what = "holds none of the files of a run" if folder.is_dir() else "no such folder"
         raise InputError(f"{folder}: {what}", hint="give the folder that `traceforge train` printed, such as runs/demo")
     torn: dict[str, int] = {}
@@ -126,6 +126,14 @@ def load_run(folder: Path) -> RunRecord:
         missing_files=missing,
         torn_lines=torn,
     )
+
+
+def _is_other_folder(folder: Path, missing: tuple[str, ...]) -> bool:
+    """Return whether all that is there is the manifest of an ingest or a build."""
+    if len(missing) < len(RUN_FILES) - 1 or "manifest.json" in missing:
+        return False
+    schema = (_read_object(folder / "manifest.json") or {}).get("schema_version")
+    return isinstance(schema, str) and not schema.startswith("traceforge-run/")
 
 
 def read_evidence(path: Path) -> Evidence:

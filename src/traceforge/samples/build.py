@@ -223,10 +223,16 @@ def check_ingest(source: Path, trajectories: Path, found_hash: str) -> None:
     """Refuse an ingest folder whose trajectories are not those its manifest vouches for.
 
     Raises:
-        InputError: the file was changed after it was ingested.
+        InputError: the folder is of another kind, or the file was changed after it was ingested.
     """
     manifest = _read_manifest(source / MANIFEST)
-    if not source.is_dir() or manifest.get("schema_version") != INGEST_SCHEMA:
+    schema = manifest.get("schema_version")
+    if source.is_dir() and schema is not None and schema != INGEST_SCHEMA:
+        raise InputError(
+            f"{source}: holds something else than an ingest (schema {schema!r})",
+            hint="pass the folder made by `traceforge ingest`; one made by `build` is ready to train on",
+        )
+    if not source.is_dir() or schema is None:
         return
     expected = manifest.get("outputs", {}).get(TRAJECTORIES, {}).get("sha256")
     if expected != found_hash:

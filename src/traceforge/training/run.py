@@ -54,28 +54,6 @@ class RunOutcome:
     evidence: Evidence
     report: Path
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return {
-            "folder": str(self.folder),
-            "decision": self.evidence.decision,
-            "reasons": list(self.evidence.decision_reasons),
-            "baseline": self.evidence.baseline.model_dump(),
-            "candidate": self.evidence.candidate.model_dump(),
-            "report": str(self.report),
-        }
-
-    def describe(self) -> str:
-        """Return the decision, its reasons and where everything lies, for a person."""
-        return "\n".join(
-            [
-                f"decision: {self.evidence.decision}",
-                *(f"  {reason}" for reason in self.evidence.decision_reasons),
-                f"evidence: {self.folder / 'evidence.json'}",
-                f"report:   {self.report}",
-            ]
-        )
-
 
 def run(
     config: RunConfig,
@@ -125,6 +103,8 @@ def _carry_out(
     attempt: Attempt, recorder: RunRecorder, progress: RunProgress, extend: Path | None, stop: StopRequest
 ) -> None:
     config, world = attempt.config, attempt.world
+    if extend is not None:
+        read_checkpoint(extend)  # a wrong folder is told before data and weights are read
 
     attempt.enter("revision_resolution")
     with world.first_goes_first("finding the model"):

@@ -5,13 +5,15 @@ An older ingest in the folder stays untouched until the new one is complete (`tr
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
-from traceforge.folders import FolderWriter, HashedFile
+from traceforge.errors import InputError
+from traceforge.folders import MANIFEST, FolderWriter, HashedFile
 from traceforge.trajectories.record import Outcome, Trajectory, encode
 
 TRAJECTORIES = "trajectories.jsonl"
@@ -21,7 +23,7 @@ class OutputFolder(FolderWriter):
     """Takes records one by one; `commit` puts everything in place.
 
     Raises:
-        InputError: the path is a file.
+        InputError: the path is a file, or holds a `trajectories.jsonl` of another origin.
         StorageError: the disk is full or the folder cannot be written. Nothing is left under the final names.
     """
 
@@ -30,9 +32,24 @@ class OutputFolder(FolderWriter):
         self._records: HashedFile | None = None
 
     def __enter__(self) -> Self:
+        self._check_not_foreign()
         super().__enter__()
         self._records = self.file(TRAJECTORIES)
         return self
+
+    def _check_not_foreign(self) -> None:
+        """Refuse a folder whose `trajectories.jsonl` no ingest has written: it would be overwritten."""
+        if not (self.folder / TRAJECTORIES).exists():
+            return
+        try:
+            schema = json.loads((self.folder / MANIFEST).read_bytes()).get("schema_version")
+        except (OSError, ValueError, AttributeError):
+            schema = None
+        if not str(schema).startswith("traceforge-ingest/"):
+            raise InputError(
+                f"{self.folder / TRAJECTORIES}: not written by an ingest, and it would be overwritten",
+                hint="name another folder with -o",
+            )
 
     def write(self, record: bytes) -> None:
         """Append one encoded trajectory."""
