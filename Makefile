@@ -32,7 +32,9 @@ model: setup ## only make the demo's model, .cache/models/SmolLM2-135M-Instruct
 
 test: setup ## unit, equivalence and end-to-end tests
 	@echo "== tests"
-	$(PYTEST) tests/unit tests/equivalence tests/e2e
+	$(PYTEST) tests/unit tests/equivalence tests/e2e --ignore tests/e2e/test_launch.py
+	@echo "== tests that start ranks, one at a time"
+	$(BIN)/python -m pytest tests/e2e/test_launch.py
 
 check: lint types layers test ## everything that must hold before a change is merged
 	@echo "== conformance"
