@@ -95,8 +95,6 @@ def read_checkpoint(run_folder: Path) -> Checkpoint:
         InputError: the folder is no run, has no checkpoint, or its newest one is damaged.
     """
     folders = sorted((run_folder / "checkpoints").glob("update-*"))
-    if not run_folder.is_dir():
-        raise InputError(f"{run_folder}: no such folder to extend", hint="give the folder of a run")
     if not folders:
         raise InputError(
             f"{run_folder}: no checkpoint to go on from",
