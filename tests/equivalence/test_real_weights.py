@@ -30,7 +30,7 @@ from traceforge.samples.tokenizer import load_tokenizer
 from traceforge.samples.tokens import Sample
 from traceforge.training.update import backward, plan_update
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 LOG = "mini-swe-agent-v1/github_issue.traj.json"

@@ -101,7 +101,8 @@ def measured(script: str, length: int) -> dict[str, float]:
 def test_a_forked_row_of_8192_tokens_trains_within_2_gib_and_grows_linearly():
     half, whole = (measured(MODEL, length)["growth"] for length in (4096, 8192))
     assert whole < 2 * GIB
-    assert whole < 2.3 * half
+    # The resident size is noisy by some 100 MB; one head's [8192 x 8192] scores in float32 would be 256 MiB.
+    assert whole < 2.3 * half + GIB // 8
 
 
 @pytest.mark.parametrize("length", [8192, 16384])
