@@ -159,9 +159,11 @@ def measure(
         side["tree_is_faster_by"] = side["median_s"] / sides["tree"]["median_s"]
         side["share_of_theory_reached"] = side["tree_is_faster_by"] / saving["flops"]
         side["tree_is_faster_by_in_cpu_time"] = side["median_cpu_s"] / sides["tree"]["median_cpu_s"]
+        side["share_of_theory_reached_in_cpu_time"] = side["tree_is_faster_by_in_cpu_time"] / saving["flops"]
         _print_side(name, side)
     for name in LOSS_RELATIVE:
-        speedup, share = sides[name]["tree_is_faster_by"], sides[name]["share_of_theory_reached"]
+        speedup = sides[name]["tree_is_faster_by"]
+        share = min(sides[name]["share_of_theory_reached"], sides[name]["share_of_theory_reached_in_cpu_time"])
         if speedup < LEAST_SPEEDUP:
             missed.append(f"{speedup:.2f}x as fast as {name}, {LEAST_SPEEDUP:g}x is demanded")
         if share < LEAST_SHARE:
@@ -244,12 +246,13 @@ def _print_side(name: str, side: dict[str, Any]) -> None:
     print(
         f"  {name:>6}: median {side['median_s']:7.2f} s ({side['median_cpu_s']:7.2f} s of processor time) an update, "
         f"loss {side['losses'][-1]:.6f}, peak memory {side['peak_growth_mib']:5d} MiB"
-        + (
-            f"; the tree is {side['tree_is_faster_by']:.2f}x as fast, {side['share_of_theory_reached']:.0%} of theory"
-            if name != "tree"
-            else ""
-        )
     )
+    if name != "tree":
+        print(
+            f"          the tree is {side['tree_is_faster_by']:.2f}x as fast ({side['share_of_theory_reached']:.0%} of "
+            f"theory), in processor time {side['tree_is_faster_by_in_cpu_time']:.2f}x "
+            f"({side['share_of_theory_reached_in_cpu_time']:.0%})"
+        )
 
 
 def measure_row_building() -> dict[str, Any]:

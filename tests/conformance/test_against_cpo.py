@@ -21,6 +21,7 @@ from traceforge.errors import UsageError
 from traceforge.oracles.cpo import trl_simpo
 from traceforge.oracles.record import ConformanceRecord, compare_traces
 from traceforge.oracles.trace import TrainingTrace
+from traceforge.oracles.trainer import on_one_device
 from traceforge.samples import branches
 from traceforge.samples.branches import Pair
 from traceforge.samples.tokens import Sample
@@ -155,6 +156,15 @@ def test_the_trainer_sees_our_tokens_and_masks_and_makes_none_of_its_own(monkeyp
             assert batch[f"{side}_input_ids"][0].tolist() == sample.token_ids_S.tolist()
             assert (batch[f"{side}_labels"][0] != -100).tolist() == (sample.weights_S == 1).tolist()
             assert batch[f"{side}_attention_mask"].all()
+
+
+def test_a_machine_with_several_gpus_does_not_spread_a_micro_batch_over_them(tmp_path):
+    from trl.experimental.cpo import CPOConfig
+
+    arguments = CPOConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True)
+    arguments._n_gpu = 2
+    assert arguments.train_batch_size == 2 * arguments.per_device_train_batch_size
+    assert on_one_device(arguments).train_batch_size == arguments.per_device_train_batch_size
 
 
 def test_the_record_is_plain_json():

@@ -83,6 +83,17 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
+def shallow_smollm2(smollm2, tmp_path_factory) -> Path:
+    """The first two of its thirty layers, its tokenizer and its template: the same tokens, less arithmetic."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("models") / smollm2.name
+    AutoModelForCausalLM.from_pretrained(smollm2, num_hidden_layers=2).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A folder with a random two-layer Llama in float32 and a tokenizer of one token a byte with a ChatML template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

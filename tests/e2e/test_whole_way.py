@@ -34,7 +34,7 @@ def test_every_verb_of_the_way_from_real_logs_to_a_report(tmp_path, traceforge, 
     assert (tmp_path / "samples.html").is_file()
 
     (tmp_path / "run.toml").write_text(
-        f'[model]\nname_or_path = "{smollm2}"\n[data]\ntrain = "s"\nevaluation_fraction = 0.5\n'
+        f'[model]\nname_or_path = "{smollm2}"\ndtype = "float32"\n[data]\ntrain = "s"\nevaluation_fraction = 0.5\n'
         "max_tokens = 1024\nobservation_limit_tokens = 64\n[optimizer]\nlearning_rate = 1e-3\n"
         "[training]\nupdates = 2\n",
         encoding="utf-8",
@@ -64,26 +64,35 @@ def test_every_verb_of_the_way_from_real_logs_to_a_report(tmp_path, traceforge, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_demo_goes_from_bundled_logs_to_a_report_and_again_into_a_new_folder(tmp_path, smollm2, monkeypatch):
+def test_the_demo_goes_from_bundled_logs_to_two_reports_and_again_into_new_folders(
+    tmp_path, shallow_smollm2, monkeypatch
+):
     (tmp_path / ".cache" / "models").mkdir(parents=True)
-    (tmp_path / ".cache" / "models" / smollm2.name).symlink_to(smollm2)
+    (tmp_path / ".cache" / "models" / shallow_smollm2.name).symlink_to(shallow_smollm2)
     ended = run("demo", "--updates", "1", "--json", "-o", "demo", folder=tmp_path)
     assert ended.code == 0, ended.err
     result = ended.json()
-    assert result["candidate"]["train_loss"] < result["baseline"]["train_loss"]
-    assert list(result["seconds"]) == ["model", "ingest", "build", "inspect", "train", "report"]
-    evidence = Evidence.model_validate_json(Path(tmp_path, result["folder"], "evidence.json").read_bytes())
-    assert evidence.decision == result["decision"] == "accept_mechanism"
-    assert evidence.techniques.attention is not None
-    assert evidence.techniques.attention.effective.startswith("tree")
-    before = Path(tmp_path, result["report"]).read_bytes()
+    stages = ["model", "ingest", "build", "inspect", "train", "report"]
+    stages += ["build pairs", "inspect pairs", "train simpo", "report simpo"]
+    assert list(result["seconds"]) == stages
+    for name in ("sft", "simpo"):
+        told = result[name]
+        assert told["candidate"]["train_loss"] < told["baseline"]["train_loss"]
+        evidence = Evidence.model_validate_json(Path(tmp_path, told["folder"], "evidence.json").read_bytes())
+        assert evidence.decision == told["decision"] == "accept_mechanism"
+        assert evidence.techniques.attention is not None
+        assert evidence.techniques.attention.effective.startswith("tree")
+    held_out = result["simpo"]["held_out"]
+    assert held_out["before"]["margin"] < held_out["after"]["margin"]
+    before = Path(tmp_path, result["sft"]["report"]).read_bytes()
+    assert b"Preference accuracy" in Path(tmp_path, result["simpo"]["report"]).read_bytes()
 
     monkeypatch.chdir(tmp_path)
     real_run = training_run.run
     monkeypatch.setattr(training_run, "run", lambda config: real_run(config, dry_run=True))
     again = run_demo(Path("demo"), updates=1)
-    assert str(again.folder) != result["folder"]
-    assert Path(tmp_path, result["report"]).read_bytes() == before
+    assert str(again.sft.folder) != result["sft"]["folder"]
+    assert Path(tmp_path, result["sft"]["report"]).read_bytes() == before
 
 
 def test_a_transcript_sample_printed_by_inspect_reads_as_the_rendering_is_defined(traceforge, tiny_model, samples):

@@ -12,13 +12,13 @@ import pytest
 
 from traceforge import cli
 from traceforge.config import RunConfig
-from traceforge.demo.tour import RUN_FILE
+from traceforge.demo.tour import SFT_FILE, SIMPO_FILE
 from traceforge.evidence.run_record import load_run
 from traceforge.run_files import load_run_file
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
-RUN_FILES = [*EXAMPLES, RUN_FILE]
+RUN_FILES = [*EXAMPLES, SFT_FILE, SIMPO_FILE]
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 by_name = pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.name)

@@ -62,7 +62,11 @@ def merged_pieces(row: Row, query: Tensor, key: Tensor, value: Tensor, scale: fl
 
 
 def attention_errors(row: Row, dtype: torch.dtype, *, heads: int = 4, groups: int = 2, size: int = 16) -> list[float]:
-    """Return the relative L2 error of the output and of the gradients of query, key and value."""
+    """Return the relative L2 error of the output and of the gradients of query, key and value.
+
+    A gradient that is exactly zero (a token that sees only itself has none for query and key) is compared with the
+    gradient that came in.
+    """
     generator = torch.Generator().manual_seed(row.num_tokens)
     shapes = [(1, count, row.num_tokens, size) for count in (heads, groups, groups, heads)]
     *inputs, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -77,7 +81,9 @@ def attention_errors(row: Row, dtype: torch.dtype, *, heads: int = 4, groups: in
     mask_TT.masked_fill_(~allowed_from_samples(row), -torch.inf)
     reference = dense_attention(*exact, mask_TT, scale)
     wanted = [reference, *torch.autograd.grad(reference, exact, grad.to(dtype).double())]
-    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+    norms = [float(each.detach().norm()) or float(grad.norm()) for each in wanted]
+    errors = [float((a.double() - b).detach().norm()) for a, b in zip(found, wanted, strict=True)]
+    return [error / norm for error, norm in zip(errors, norms, strict=True)]
 
 
 def random_forest(seed: int, *, trees: int = 2, branches: int = 6, longest: int = 90) -> list[list[int]]:
