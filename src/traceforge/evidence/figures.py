@@ -52,8 +52,10 @@ def loss_figure(run: RunRecord) -> PageFigure | None:
     legend = [entry for _, entry in present]
     if skipped:
         legend.append(LegendEntry("limit", "tick", "skipped update"))
-    chart = Chart("loss", "nats per token", tuple(line for line, _ in present), from_zero=False, marks=_spread(skipped))
-    caption = ["Token-weighted. The axis does not start at 0.", *_notes(updates), *_skipped_note(run)]
+    of_pairs = any(line.margin is not None for line in (*run.updates, *run.evaluations))
+    unit, mean = ("nats per pair", "Means over pairs") if of_pairs else ("nats per token", "Token-weighted")
+    chart = Chart("loss", unit, tuple(line for line, _ in present), from_zero=False, marks=_spread(skipped))
+    caption = [f"{mean}. The axis does not start at 0.", *_notes(updates), *_skipped_note(run)]
     return PageFigure(
         "loss", "Loss against updates", draw(chart, "half"), " ".join(caption), tuple(legend), draw(chart, "full")
     )

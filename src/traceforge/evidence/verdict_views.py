@@ -196,7 +196,7 @@ class PreferenceRow(NamedTuple):
     """One set at one moment: accuracy, margin, log-probabilities and lengths of both sides, as they are shown."""
 
     label: str
-    when: str
+    updates: str
     values: tuple[str, ...]
 
 
@@ -206,11 +206,10 @@ def preference_rows(evaluations: Sequence[EvaluationLine]) -> list[PreferenceRow
     for name, label in (("train", "Training"), ("evaluation", "Held-out")):
         lines = [line for line in evaluations if line.set == name and line.margin is not None]
         for line in lines[:1] + lines[1:][-1:]:
-            when = "before the first update" if line.update == 0 else f"after update {integer(line.update)}"
             numbers = (line.margin, line.chosen_logp, line.rejected_logp, line.chosen_length, line.rejected_length)
             margin, *rest = (NOT_RECORDED if number is None else f"{number:,.4g}" for number in numbers)
             accuracy = NOT_RECORDED if line.accuracy is None else f"{line.accuracy:.0%}"
-            rows.append(PreferenceRow(label, when, (accuracy, margin, *rest)))
+            rows.append(PreferenceRow(label, integer(line.update), (accuracy, margin, *rest)))
     return rows
 
 

@@ -227,10 +227,12 @@ def _save_result(attempt: Attempt) -> None:
 
 
 def _check_adapter_base(attempt: Attempt) -> None:
-    """Refuse an adapter that was trained on another commit of this hub model."""
+    """Refuse an adapter that was trained on another commit of this hub model; record which one is gone on from."""
     init, location = attempt.config.adapter.init, attempt.location
     if init is None or location is None or not (init / "adapter_config.json").is_file():
         return
+    attempt.baseline_name = "initial adapter"
+    attempt.notes.append(f"the initial adapter is {init}, content hash {folder_sha256(init)}")
     base, revision = adapter_base(init)
     if base == location.id and revision and location.resolved_commit and revision != location.resolved_commit:
         raise ConfigError(

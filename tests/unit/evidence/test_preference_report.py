@@ -71,11 +71,13 @@ def test_it_shows_accuracy_margin_and_both_sides_before_and_after(folder):
         "-1.75",
         "-1.875",
         "31.5",
-        "before the first update",
-        "after update 3",
+        '<td class="number">0</td>',
+        '<td class="number">3</td>',
     ):
         assert shown in section, shown
     assert section.count("<svg") >= 3
+    assert "nats per pair" in page
+    assert "Perplexity" not in page
     assert "var(--chart-chosen)" in section
     assert "var(--chart-rejected)" in section
 
@@ -92,4 +94,6 @@ def test_a_supervised_run_has_no_such_section(folder):
         lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
         plain = [{k: v for k, v in line.items() if k not in preference(0, 0, 0, 0)} for line in lines]
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in plain))
-    assert 'id="preference"' not in render(load_run(folder))
+    page = render(load_run(folder))
+    assert 'id="preference"' not in page
+    assert "nats per pair" not in page
