@@ -166,7 +166,7 @@ def measure(prompt: int, reply: int, repeats: int = 5) -> dict[str, Any]:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             started = time.perf_counter()
-            planned = plan_update(model, [pair], tokens_per_row=prompt + 2 * reply, method=method)
+            planned = plan_update(model, [pair], tokens_per_row=2 * (prompt + reply), method=method)
             losses.append(apply_update(model, planned, optimizer, max_gradient_norm=1.0).loss)
             torch.cuda.synchronize()
             if number:
