@@ -175,13 +175,14 @@ def inspect(  # noqa: PLR0913 - one parameter per option
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Print only the sample's text, as the model sees it.")] = False,
+    scores: Annotated[bool, typer.Option("--scores", help="Pairs: run the model; show mean log-probs.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show lengths, masks, drops and cuts of a data set as a model will see it."""
     _state["debug"] = debug
     from traceforge.run_files import load_run_file
-    from traceforge.samples.inspection import run_inspect
+    from traceforge.samples.inspection import inspection_settings, run_inspect
 
     if raw and as_json:
         raise UsageError("--raw and --json exclude each other: one prints text, the other a document")
@@ -189,16 +190,13 @@ def inspect(  # noqa: PLR0913 - one parameter per option
         if run_file is None:
             raise UsageError("inspect needs --model, or --config with a run file that names one")
         model = load_run_file(run_file, overrides or []).model.name_or_path
-    run_inspect(
-        dataset,
-        model=model,
-        run_file=run_file,
-        overrides=overrides or [],
-        sample=sample,
-        html=html,
-        raw=raw,
-        as_json=as_json,
-    )
+    config = inspection_settings(dataset, model=model, run_file=run_file, overrides=overrides or [])
+    scored = None
+    if scores:
+        from traceforge.training.pair_scores import score_pairs
+
+        scored = score_pairs(dataset, config)
+    run_inspect(dataset, config, sample=sample, html=html, raw=raw, as_json=as_json, scores=scored)
 
 
 @app.command()

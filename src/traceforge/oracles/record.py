@@ -64,6 +64,7 @@ class Tolerances:
 
 
 REAL_WEIGHTS = Tolerances(
+    loss_nats=5e-5,
     loss_relative_to_reward=1e-5,
     log_prob_nats=5e-5,
     reward_relative=1e-5,

@@ -94,12 +94,33 @@ class Inspection:
         }
 
 
-def run_inspect(  # noqa: PLR0913 - one parameter per option of the command
+def inspection_settings(
+    dataset: str, *, model: str, run_file: Path | None = None, overrides: Sequence[str] = ()
+) -> RunConfig:
+    """Return the settings to inspect with.
+
+    Args:
+        run_file: take `[data]` and `[model]` settings from here; `model` and `dataset` still decide what is shown.
+        overrides: `section.field=value`, as for a run file.
+
+    Raises:
+        ConfigError: the run file or an override is wrong.
+    """
+    if run_file is None:
+        start = {"model": {"name_or_path": model}, "data": {"train": dataset}}
+        return parse_run(start, source="inspect", overrides=overrides)
+    config = load_run_file(run_file, overrides)
+    if config.model.name_or_path == model:
+        return config
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"name_or_path": model, "revision": None})}
+    )
+
+
+def run_inspect(
     dataset: str,
+    config: RunConfig,
     *,
-    model: str,
-    run_file: Path | None = None,
-    overrides: Sequence[str] = (),
     sample: str | None = None,
     html: Path | None = None,
     raw: bool = False,
@@ -109,27 +130,20 @@ def run_inspect(  # noqa: PLR0913 - one parameter per option of the command
     """Inspect and show: on stdout as text, as JSON or as the sample's text alone; with `html` as a page, too.
 
     Args:
-        run_file: take `[data]` and `[model]` settings from here; `model` and `dataset` still decide what is shown.
-        overrides: `section.field=value`, as for a run file.
+        config: see `inspection_settings`.
         raw: only the sample's text, verbatim; not of pairs.
         scores: of pairs, mean log-probabilities to show.
 
     Raises:
-        ConfigError: the run file or an override is wrong.
         UsageError: `raw` of a pair.
         InputError, ModelError, HubError, StorageError: see `inspect_dataset` and `write_inspection_html`.
     """
-    if run_file is not None:
-        config = load_run_file(run_file, overrides)
-    else:
-        start = {"model": {"name_or_path": model}, "data": {"train": dataset}}
-        config = parse_run(start, source="inspect", overrides=overrides)
     given: dict[str, Any] = {
-        "model": model,
+        "model": config.model.name_or_path,
         "settings": config.data,
         "template_kwargs": config.model.template_kwargs,
         "template_file": config.model.template_file,
-        "revision": config.model.revision if config.model.name_or_path == model else None,
+        "revision": config.model.revision,
         "sample": sample,
     }
     shown: Inspection | PairInspection

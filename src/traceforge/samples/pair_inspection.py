@@ -131,6 +131,12 @@ class PairInspection:
         }
 
 
+def whole_set(settings: DataSettings, source: DataSource) -> DataSettings:
+    """Return settings that take all of `source` for training, whatever these say about sources and held-out parts."""
+    held_out = {"evaluation": None, "evaluation_fraction": 0.0, "evaluation_rows": None, "train_rows": None}
+    return settings.model_copy(update={"train": (source,), "revision": None, **held_out})
+
+
 def holds_pairs(path: str | Path) -> bool:
     """Whether a data set is a folder of pairs."""
     return (Path(path) / PAIRS).is_file()
@@ -166,9 +172,7 @@ def inspect_pairs(  # noqa: PLR0913 - what a run file would say, field by field
         ConfigError: settings that pairs cannot honour.
         ModelError: the tokenizer cannot be loaded.
     """
-    held_out = {"evaluation": None, "evaluation_fraction": 0.0, "evaluation_rows": None, "train_rows": None}
-    source = DataSource(path=str(path), weight=1.0)
-    settings = settings.model_copy(update={"train": (source,), "revision": None, **held_out})
+    settings = whole_set(settings, DataSource(path=str(path), weight=1.0))
     tokenizer = load_tokenizer(model, revision=revision, template_file=template_file)
     sets = load_pairs(settings, tokenizer, template_kwargs=template_kwargs)
     pairs = sets.train[0].pairs

@@ -157,6 +157,16 @@ class _Preference:
         sides[self._world.branch_rank] = own
         return sides[0], sides[1]
 
+    def mean_logprobs(
+        self, model: LanguageModel, items: Sequence[Pair], *, tokens_per_row: int
+    ) -> dict[str, tuple[float, float]]:
+        """Return the mean log-probability of the chosen and the rejected side of every pair, by pair id."""
+        found = {}
+        for row in self.rows(model, items, tokens_per_row=tokens_per_row):
+            chosen, rejected = (side.mean_P.tolist() for side in self._scores(model, row))
+            found.update({name: (a, b) for name, a, b in zip(row.pair_ids, chosen, rejected, strict=True)})
+        return found
+
     def pair_loss(
         self, pair_ids: Sequence[str], chosen: Scores, rejected: Scores
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:

@@ -15,7 +15,7 @@ from tests.dataset_stubs import ByteRenderer, ByteTokenizer, assistant, built, r
 
 from traceforge.errors import InputError, StorageError
 from traceforge.samples import dataset, inspection, sources
-from traceforge.samples.inspection import inspect_dataset, length_histogram, run_inspect
+from traceforge.samples.inspection import inspect_dataset, inspection_settings, length_histogram, run_inspect
 from traceforge.samples.inspection_views import print_inspection, raw_text, visible, write_inspection_html
 
 
@@ -124,7 +124,7 @@ def test_raw_text_is_the_sample_and_nothing_else(tmp_path, capfd) -> None:
     odd = "tab\there \x1b[31mred\x1b[0m <b> \r\n⟦ größe 🙂"
     folder = built(tmp_path, trajectory("a", user(odd), assistant("act")))
     assert raw_text(look(folder)) == f"{odd}act</s>"
-    run_inspect(str(folder), model="bytes", raw=True)
+    run_inspect(str(folder), inspection_settings(str(folder), model="bytes"), raw=True)
     out, err = capfd.readouterr()
     assert out == f"{odd}act</s>"
     assert err == ""
@@ -132,7 +132,13 @@ def test_raw_text_is_the_sample_and_nothing_else(tmp_path, capfd) -> None:
 
 def test_json_output_is_one_document_with_the_runs(tmp_path, capsys) -> None:
     folder = built(tmp_path, run_of("a", 2))
-    run_inspect(str(folder), model="bytes", sample="1", as_json=True, html=tmp_path / "page.html")
+    run_inspect(
+        str(folder),
+        inspection_settings(str(folder), model="bytes"),
+        sample="1",
+        as_json=True,
+        html=tmp_path / "page.html",
+    )
     captured = capsys.readouterr()
     document = json.loads(captured.out)
     assert document["sample"]["segments"] == [
@@ -165,7 +171,7 @@ def test_rows_are_as_long_as_the_run_has_them(tmp_path, capsys) -> None:
     folder = built(tmp_path, run_of("a", 3))
     for size, rows, tokens in ((42, 2, 29 + 41), (43, 1, 43)):
         settings = ["data.max_tokens=41", f"training.tokens_per_row={size}"]
-        run_inspect(str(folder), model="bytes", overrides=settings, as_json=True)
+        run_inspect(str(folder), inspection_settings(str(folder), model="bytes", overrides=settings), as_json=True)
         total = json.loads(capsys.readouterr().out)["trees"]["total"]
         assert (total["tree_tokens"], total["rows"], total["row_tokens"]) == (43, rows, tokens)
         assert total["repeated_tokens"] == tokens - 43
@@ -173,10 +179,14 @@ def test_rows_are_as_long_as_the_run_has_them(tmp_path, capsys) -> None:
 
 def test_settings_under_which_nothing_is_shared_are_said(tmp_path, capsys) -> None:
     folder = built(tmp_path, run_of("a", 2))
-    run_inspect(str(folder), model="bytes")
+    run_inspect(str(folder), inspection_settings(str(folder), model="bytes"))
     assert "  but " not in capsys.readouterr().out
     for setting in ('data.group="none"', "adapter.dropout=0.1", 'model.attention="plain"'):
-        run_inspect(str(folder), model="bytes", overrides=[setting], html=tmp_path / "page.html")
+        run_inspect(
+            str(folder),
+            inspection_settings(str(folder), model="bytes", overrides=[setting]),
+            html=tmp_path / "page.html",
+        )
         out = capsys.readouterr().out
         assert f"  but                 {setting.replace('=', ' = ')}: " in out
         assert "43 tokens one by one, 29 in 1 tree with 1 fork" in out  # whatever the run does with them
@@ -212,10 +222,10 @@ def test_settings_come_from_a_run_file_and_from_overrides(tmp_path, capsys) -> N
     run_file.write_text(
         '[model]\nname_or_path = "m"\n[data]\ntrain = "x"\nevaluation_fraction = 0.5\nmax_tokens = 20\n'
     )
-    run_inspect(str(folder), model="bytes", run_file=run_file, as_json=True)
+    run_inspect(str(folder), inspection_settings(str(folder), model="bytes", run_file=run_file), as_json=True)
     assert json.loads(capsys.readouterr().out)["statistics"]["refusals"]["too_long"]["count"] == 1
     with pytest.raises(InputError, match="every one of 2 samples was refused"):
-        run_inspect(str(folder), model="bytes", overrides=["data.max_tokens=14"])
+        run_inspect(str(folder), inspection_settings(str(folder), model="bytes", overrides=["data.max_tokens=14"]))
 
 
 def test_a_script_in_an_observation_is_shown_and_not_run(tmp_path) -> None:

@@ -15,7 +15,7 @@ from tests.fixtures_tokenizers import CHATML, tiny_tokenizer
 from traceforge.config import DataSettings
 from traceforge.errors import InputError, StorageError, UsageError
 from traceforge.samples import pair_inspection
-from traceforge.samples.inspection import run_inspect
+from traceforge.samples.inspection import inspection_settings, run_inspect
 from traceforge.samples.pair_build import build_pairs
 from traceforge.samples.pair_inspection import PairInspection, inspect_pairs
 from traceforge.samples.pair_inspection_views import print_pair_inspection, write_pair_inspection_html
@@ -132,7 +132,13 @@ def test_synthetic_pairs_are_called_so(tmp_path: Path) -> None:
 
 def test_one_document_holds_both_sides_and_every_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = build(tmp_path, HELLO, TWO_TURNS)
-    run_inspect(str(folder), model="tiny", sample="1", as_json=True, html=tmp_path / "page.html")
+    run_inspect(
+        str(folder),
+        inspection_settings(str(folder), model="tiny"),
+        sample="1",
+        as_json=True,
+        html=tmp_path / "page.html",
+    )
     document = json.loads(capsys.readouterr().out)
     assert document["pair"]["pair_id"] == "pairs:2.chosen|pairs:2.rejected"
     whole = document["pair"]["prompt"] + "".join(
@@ -150,15 +156,19 @@ def test_one_document_holds_both_sides_and_every_pair(tmp_path: Path, capsys: py
 
 def test_settings_under_which_nothing_is_shared_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = build(tmp_path, HELLO)
-    run_inspect(str(folder), model="tiny", overrides=["adapter.dropout=0.1", 'data.group="none"'])
+    run_inspect(
+        str(folder),
+        inspection_settings(str(folder), model="tiny", overrides=["adapter.dropout=0.1", 'data.group="none"']),
+    )
     out = capsys.readouterr().out
     assert "adapter.dropout = 0.1" in out
     assert "data.group" not in out
 
 
 def test_raw_text_of_a_pair_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    folder = str(build(tmp_path, HELLO))
     with pytest.raises(UsageError, match="--json"):
-        run_inspect(str(build(tmp_path, HELLO)), model="tiny", raw=True)
+        run_inspect(folder, inspection_settings(folder, model="tiny"), raw=True)
 
 
 def test_a_long_prompt_is_shortened_unless_the_pair_is_asked_for(tmp_path: Path) -> None:
