@@ -131,7 +131,7 @@ def _swiglu_backward(gate_up_ptr, hidden_ptr, in_stride, hidden_stride, width, b
 
 
 @triton.jit
-def _logprobs(logits_ptr, target_ptr, logp_ptr, stride, vocabulary, block: tl.constexpr):
+def _logprobs(logits_ptr, target_ptr, logp_ptr, stride, vocabulary: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits = logits_ptr + row * stride
     target = tl.load(target_ptr + row)
@@ -180,7 +180,7 @@ def _nf4(
 
 
 @triton.jit
-def _gather_rows(table_ptr, id_ptr, out_ptr, width, block: tl.constexpr):
+def _gather_rows(table_ptr, id_ptr, out_ptr, width: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(id_ptr + row).to(tl.int64)
     for start in range(0, width, block):

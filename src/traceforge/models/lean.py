@@ -149,6 +149,7 @@ class LeanNetwork:
             scale=float(base.base_model.layers[0].self_attn.scaling),
         )
         layers = [self._parts(layer) for layer in base.base_model.layers]
+        self.layer_class = type(base.base_model.layers[0]).__name__
         self.lanes = Lanes(device)
         self.weights_slab = Slab(device, "streamed weights", options.pinned_bytes)
         streamed = self.weights_slab if options.placement == "streamed" else None
@@ -223,7 +224,7 @@ class LeanNetwork:
 
     def describe(self) -> str:
         """Return what runs, for the evidence."""
-        layers = f"{len(self.layers.layers)} x {type(self).__name__} layers"
+        layers = f"{len(self.layers.layers)} x {self.layer_class}"
         attention_kept = "recomputed" if self.options.recompute_attention else "kept on the host"
         return (
             f"{layers}, {str(self.dtype).removeprefix('torch.')}, weights {self.options.placement}, attention outputs "
