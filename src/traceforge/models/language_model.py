@@ -347,7 +347,7 @@ def _probe_row(model: LanguageModel) -> tuple[Row, list[Sample]]:
 
 
 def _probe_ids(model: LanguageModel, length: int, seed: int) -> np.ndarray:
-    vocabulary = model.base.get_input_embeddings().weight.shape[0]
+    vocabulary = model.base.config.vocab_size
     return np.random.default_rng(seed).integers(0, vocabulary, length)
 
 
