@@ -52,7 +52,9 @@ def differences(found, wanted) -> tuple[float, float, float]:
     (loss, grads), (wanted_loss, wanted_grads) = found, wanted
     assert grads.keys() == wanted_grads.keys()
     assert all(each.norm() > 0 for each in wanted_grads.values()), "a gradient of zero would prove nothing"
-    together = relative_l2(*(torch.cat([each[name].flatten() for name in wanted_grads]) for each in (grads, wanted_grads)))
+    together = relative_l2(
+        *(torch.cat([each[name].flatten() for name in wanted_grads]) for each in (grads, wanted_grads))
+    )
     worst = max(relative_l2(grads[name], wanted_grads[name]) for name in wanted_grads)
     return abs(loss - wanted_loss) / abs(wanted_loss), together, worst
 
@@ -97,7 +99,10 @@ def test_heads_taken_in_several_passes_give_the_same(monkeypatch):
     monkeypatch.setattr(layers, "_FULL_PASS", 1)
     model, plain = lean_model()
     assert_equal(*both(model, plain, CASES["several levels"]))
-    assert len(layers.plan_row(model.lean.shape, (), (torch.zeros(9, 16),) * 2, tile_tokens=4, recompute=False).passes) == 2
+    assert (
+        len(layers.plan_row(model.lean.shape, (), (torch.zeros(9, 16),) * 2, tile_tokens=4, recompute=False).passes)
+        == 2
+    )
 
 
 @pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"num_attention_heads": 2}, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}}], ids=str)  # fmt: skip

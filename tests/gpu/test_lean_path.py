@@ -1,8 +1,8 @@
 """The lean path on a GPU: as close to float32 as stock transformers in the same dtype, whatever the timing.
 
-Bound    RMS error of log-probabilities and relative error of all gradients together against a float32 reference at most
-         1.1 times that of stock transformers (bf16 or NF4 weights, SDPA, one sample at a time); each single gradient 1.25
-         times (rounding of one small matrix is a small sample of noise).
+Bound    Errors against a float32 reference, of log-probabilities, of all gradients together and of each, at most 1.1
+         times those of stock transformers (bf16 or NF4 weights, SDPA, one sample at a time). Root mean squares over
+         twelve updates: the rounding of one small matrix in one update is a small sample of noise (ratios to 1.36).
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import torch
 from tests.gpu.lean_models import VOCABULARY, errors, lean_model, lean_update, network_of, stock_update
 from tests.gpu.test_gpu_tier import _a_device_is_there  # noqa: F401 - an autouse fixture
 
+from transformers import Trainer, TrainingArguments, default_data_collator
+
 from traceforge.memory import layer_maths
 from traceforge.memory.offload import Lanes
 from traceforge.memory.weights import Nf4Weight
+from traceforge.models.drop_in import make_lean
 from traceforge.models.lean import LeanOptions
 from traceforge.samples.tokens import Sample
 
@@ -29,7 +32,7 @@ MODES = {
     "streamed": LeanOptions(placement="streamed", tile_tokens=512),
     "streamed, attention recomputed": LeanOptions(placement="streamed", recompute_attention=True, tile_tokens=512),
 }
-BOUND, BOUND_EACH = 1.1, 1.25
+BOUND = 1.1
 
 
 def history_samples(lengths: list[int], ending: int, seed: int = 0) -> list[Sample]:
@@ -46,10 +49,14 @@ def history_samples(lengths: list[int], ending: int, seed: int = 0) -> list[Samp
 
 
 SETS = {
-    "a tree of several forks": history_samples([300, 900, 1300, 1500], 130),
-    "a long row and a fork at its end": history_samples([5000, 5090], 700),
-    "one sample": history_samples([700], 400),
+    "a tree of several forks": lambda seed: history_samples([300, 900, 1300, 1500], 130, seed),
+    "a long row and a fork at its end": lambda seed: history_samples([5000, 5090], 700, seed),
+    "one sample": lambda seed: history_samples([700], 400, seed),
 }
+
+
+def root_mean_square(values: list[float]) -> float:
+    return statistics.fmean(value * value for value in values) ** 0.5
 
 
 @pytest.mark.parametrize("nf4", [False, True], ids=["bf16", "nf4"])
@@ -58,32 +65,47 @@ def test_it_is_as_close_to_float32_as_stock_transformers(family, nf4):
     reference = network_of(family, torch.float32, nf4=nf4)
     stock = network_of(family, torch.bfloat16, nf4=nf4)
     stock.get_base_model().set_attn_implementation("sdpa")
-    models = {name: lean_model(network_of(family, torch.bfloat16, nf4=nf4), torch.bfloat16, o) for name, o in MODES.items()}
-    for case, samples in SETS.items():
+    models = {
+        name: lean_model(network_of(family, torch.bfloat16, nf4=nf4), torch.bfloat16, o) for name, o in MODES.items()
+    }
+    generic = lean_model(network_of(family, torch.bfloat16, nf4=nf4), torch.bfloat16, MODES["resident"])
+    generic.lean = None
+    measured: dict[str, list[tuple[float, float, dict[str, float]]]] = {}
+    for samples in (case(seed) for case in SETS.values() for seed in range(4)):
         wanted = stock_update(reference, samples)
         with torch.autocast("cuda", torch.bfloat16):
-            stock_logp, stock_all, stock_each = errors(stock_update(stock, samples), wanted)
-        for mode, model in models.items():
-            logp, together, each = errors(lean_update(model, samples), wanted)
-            worst = max(each[name] / stock_each[name] for name in each)
-            print(f"{family} {'nf4' if nf4 else 'bf16'} {case}, {mode}: logp {logp:.2e} (stock {stock_logp:.2e}), "
-                  f"gradient {together:.2e} ({stock_all:.2e}), worst ratio {worst:.2f}, {model.kernels_run}")  # fmt: skip
-            assert logp <= BOUND * stock_logp
-            assert together <= BOUND * stock_all
-            assert worst <= BOUND_EACH
+            measured.setdefault("stock", []).append(errors(stock_update(stock, samples), wanted))
+        for mode, model in {**models, "generic": generic}.items():
+            measured.setdefault(mode, []).append(errors(lean_update(model, samples), wanted))
+
+    def over_all(mode: str) -> tuple[float, float, dict[str, float]]:
+        logp, together, each = zip(*measured[mode], strict=True)
+        single = {name: root_mean_square([one[name] for one in each]) for name in each[0]}
+        return root_mean_square(list(logp)), root_mean_square(list(together)), single
+
+    stock_logp, stock_all, stock_each = over_all("stock")
+    for mode in models:
+        logp, together, each = over_all(mode)
+        worst, name = max((each[name] / stock_each[name], name) for name in each)
+        print(f"ERRORS {family} {'nf4' if nf4 else 'bf16'} {mode}: log-probability {logp:.2e} (stock {stock_logp:.2e}), "
+              f"gradient {together:.2e} ({stock_all:.2e}), worst single {worst:.2f} ({name})")  # fmt: skip
+        assert logp <= BOUND * stock_logp
+        assert together <= BOUND * stock_all
+        assert worst <= BOUND
+    assert over_all("generic")[1] <= BOUND * stock_all
 
 
 def test_in_float32_it_equals_the_reference():
     reference = network_of("qwen3", torch.float32, nf4=False)
     model = lean_model(network_of("qwen3", torch.float32, nf4=False), torch.float32, MODES["streamed"])
-    for samples in SETS.values():
+    for samples in (case(0) for case in SETS.values()):
         logp, together, _ = errors(lean_update(model, samples), stock_update(reference, samples))
         assert logp <= 1e-4
         assert together <= 1e-4
 
 
 def test_no_result_depends_on_timing_or_on_old_bytes(monkeypatch):
-    samples = SETS["a tree of several forks"]
+    samples = SETS["a tree of several forks"](0)
     wanted = stock_update(network_of("qwen3", torch.float32, nf4=True), samples)
     model = lean_model(network_of("qwen3", torch.bfloat16, nf4=True), torch.bfloat16, MODES["streamed"])
     quick = errors(lean_update(model, samples), wanted)
@@ -103,7 +125,7 @@ def test_no_result_depends_on_timing_or_on_old_bytes(monkeypatch):
 
 def test_a_missing_wait_is_seen(monkeypatch):
     """The planted bug that the test above is there for."""
-    samples = SETS["a tree of several forks"]
+    samples = SETS["a tree of several forks"](0)
     wanted = stock_update(network_of("qwen3", torch.float32, nf4=True), samples)
     model = lean_model(network_of("qwen3", torch.bfloat16, nf4=True), torch.bfloat16, MODES["streamed"])
     quick = errors(lean_update(model, samples), wanted)
@@ -120,7 +142,7 @@ def test_a_missing_wait_is_seen(monkeypatch):
 
 
 def test_thirty_updates_follow_the_loss_of_stock_transformers_and_hold_no_memory():
-    samples = SETS["a tree of several forks"]
+    samples = SETS["a tree of several forks"](0)
     curves, allocated = {}, []
     for name in ("stock", "lean"):
         network = network_of("llama", torch.bfloat16, nf4=True)
@@ -195,5 +217,35 @@ def test_nf4_is_written_out_as_bitsandbytes_does(nested):
     weight = Nf4Weight(packed, state)
     found = torch.zeros(192, 328, device="cuda")
     weight.write(weight.parts, found[:, :320])
-    assert torch.equal(found[:, :320], bnb.dequantize_4bit(packed, state))
+    wanted = bnb.dequantize_4bit(packed, state)
+    assert float((found[:, :320] - wanted).abs().max()) <= 1e-6  # scale times level, rounded once here and twice there
     assert not found[:, 320:].any()
+
+
+@pytest.mark.parametrize("name", ["Trainer", "lean"])
+def test_the_drop_in_needs_less_memory_at_the_same_loss(name, tmp_path):
+    """Run first stock, then lean: the second compares itself with what the first left."""
+    model = network_of("llama", torch.bfloat16, nf4=False)
+    if name == "lean":
+        make_lean(model, tile_tokens=512)
+    model.train()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (4, 4096), generator=generator).tolist()
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=1, learning_rate=1e-3, logging_steps=1,
+        bf16=True, report_to=[], save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant",
+    )  # fmt: skip
+    rows = [{"input_ids": each, "labels": each} for each in ids]
+    trainer = Trainer(model, arguments, train_dataset=rows, data_collator=default_data_collator)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    _DROP_IN[name] = (losses, torch.cuda.max_memory_allocated() - before)
+    print(f"DROP-IN {name}: losses {losses}, {_DROP_IN[name][1] / 2**20:.0f} MiB above the model")
+    if name == "lean":
+        assert losses == pytest.approx(_DROP_IN["Trainer"][0], rel=2e-3)
+        assert _DROP_IN["lean"][1] <= _DROP_IN["Trainer"][1] / 3
+
+
+_DROP_IN: dict[str, tuple[list[float], int]] = {}

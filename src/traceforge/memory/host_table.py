@@ -44,9 +44,7 @@ class HostTable:
         """Return the rows [T, D] of these ids on the device."""
         if self._slab is None:
             return torch.nn.functional.embedding(ids_T, self._table_VD)
-        out_TD = torch.empty(
-            ids_T.shape[0], self._table_VD.shape[1], dtype=self._table_VD.dtype, device=self.device
-        )
+        out_TD = torch.empty(ids_T.shape[0], self._table_VD.shape[1], dtype=self._table_VD.dtype, device=self.device)
         if (kernels := kernels_for(out_TD)) is not None:
             kernels.gather_rows(self._table_VD, ids_T, out_TD)
         else:

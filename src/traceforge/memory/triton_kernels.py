@@ -209,9 +209,7 @@ def rms_norm_backward(
 _ROTARY_TOKENS = 16
 
 
-def rotary(
-    x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor, weight_K: Tensor | None, eps: float, out_THK: Tensor
-) -> None:
+def rotary(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor, weight_K: Tensor | None, eps: float, out_THK: Tensor) -> None:
     """See `layer_maths.rotary`."""
     tokens, heads, size = x_THK.shape
     _rotary[(triton.cdiv(tokens, _ROTARY_TOKENS), heads)](

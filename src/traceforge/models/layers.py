@@ -42,7 +42,7 @@ from traceforge.memory.weights import FrozenWeight, LayerWeights
 from traceforge.models.kernels import Task
 from traceforge.models.rectangles import attend, attend_backward
 
-_FULL_PASS = 2**17
+_FULL_PASS = 2**18
 """Query heads x tokens that keep a card busy: attention's backward takes no more heads at a time than that needs."""
 
 
@@ -356,9 +356,7 @@ class LeanLayers:
         for j, tile in enumerate(row.tiles):
             tokens = tile.stop - tile.start
             heads = self._heads_of_tile(layer, saved["attention"].wait(j), tile)
-            after = layer.out.add_forward(
-                saved["input"].wait(j)[tile], heads, w_out, self._room(tokens, shape.hidden)
-            )
+            after = layer.out.add_forward(saved["input"].wait(j)[tile], heads, w_out, self._room(tokens, shape.hidden))
             normed = self._normed(layer.gate_up, after, layer.mlp_norm)
             gate_up = layer.gate_up.gradient_buffer(tokens, self.device)
             layer.gate_up.forward(normed, w_gate_up, gate_up[:, : 2 * shape.mlp])
