@@ -3,8 +3,8 @@
     python benchmarks/gpu_ours.py CHECKPOINT PLACEMENT < jobs.json
 
 A job is {"name", "work": {"sft": T} | {"pair": [P, R]} | {"turns": [n, T]} | {"apart": [n, T]}, "cap_gib", "repeats",
-"warmups", "recompute", "tile", "path", "profile", "repeat_memory"}. An update is what training makes: plan, forward, backward,
-clip, AdamW. A cap holds for the updates, not for loading.
+"warmups", "recompute", "tile", "path", "profile", "copies"}. An update is what training makes: plan, forward, backward, clip,
+AdamW. A cap holds for the updates, not for loading. `apart` runs the samples of `turns` one by one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from gpu_profile import profile_update
 from gpu_shapes import preference_pair, sft_sample, trajectory
 from traceforge.config import AdapterSettings, MemorySettings, ModelSettings, OptimizerSettings, SimpoObjective
+from traceforge.memory.offload import Lanes
 from traceforge.models.adapters import add_adapter
 from traceforge.models.language_model import LanguageModel, choose_layout, choose_path
 from traceforge.models.load import ModelLocation, load_base
@@ -62,6 +63,20 @@ def items_of(work: dict[str, Any], vocabulary: int, seed: int) -> tuple[list[Any
     return trajectory(turns, total, vocabulary, 0), Sft()
 
 
+_COPY = Lanes._copy
+
+
+def throttle(copies: int) -> None:
+    """Make each copy between host and device `copies` times: a slower bus."""
+
+    def repeated(self: Lanes, stream: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
+        for _ in range(copies - 1):
+            target.copy_(source, non_blocking=True)
+        return _COPY(self, stream, target, source)
+
+    Lanes._copy = repeated if copies > 1 else _COPY
+
+
 def measure(model: LanguageModel, optimizer: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Return time, memory and loss of a job's updates."""
     work = job["work"]
@@ -73,6 +88,7 @@ def measure(model: LanguageModel, optimizer: Any, job: dict[str, Any]) -> dict[s
             tile_tokens=job.get("tile", 4096),
         )
         lean.layers.store.forget()
+        throttle(job.get("copies", 1))
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory

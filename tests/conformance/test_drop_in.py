@@ -9,14 +9,14 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
-from tests.fixtures_tokenizers import tiny_tokenizer
-from tests.tiny_models import randomize_adapter, tiny_network
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
+from tests.fixtures_tokenizers import tiny_tokenizer
+from tests.tiny_models import randomize_adapter, tiny_network
 from traceforge.config import AdapterSettings
 from traceforge.errors import ModelError, TrainingError
-from traceforge.models.adapters import add_adapter
 from traceforge.models import drop_in
+from traceforge.models.adapters import add_adapter
 from traceforge.models.drop_in import make_lean
 from traceforge.samples.rows import Path
 

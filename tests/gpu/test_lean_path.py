@@ -14,7 +14,6 @@ import pytest
 import torch
 from tests.gpu.lean_models import VOCABULARY, errors, lean_model, lean_update, network_of, stock_update
 from tests.gpu.test_gpu_tier import _a_device_is_there  # noqa: F401 - an autouse fixture
-
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 from traceforge.memory import layer_maths
