@@ -13,7 +13,9 @@ from tests.equivalence.test_trees_against_plain_samples import CASES
 from tests.tiny_models import gradients, random_samples, reference_gradients, tiny_language_model
 
 from traceforge.memory import layer_maths
-from traceforge.models import layers, rectangles
+from traceforge.memory.folded_linear import AdapterGradients
+from traceforge.memory.offload import ActivationStore
+from traceforge.models import layer_parts, layers, rectangles
 from traceforge.models.lean import LeanNetwork, LeanOptions
 from traceforge.oracles.record import relative_l2
 from traceforge.training.update import backward, plan_update
@@ -95,17 +97,30 @@ def test_accumulated_rows_give_the_update_of_plain_samples():
     assert_equal(*both(model, plain, random_samples((23, 5, 17, 40, 2, 31, 9, 12), weighted=True), tokens_per_row=41))
 
 
-def test_heads_taken_in_several_passes_give_the_same(monkeypatch):
-    monkeypatch.setattr(layers, "_FULL_PASS", 1)
-    model, plain = lean_model()
+@pytest.mark.parametrize(("key_heads", "passes"), [(2, 2), (4, 4)])
+@pytest.mark.parametrize("recompute_attention", [False, True])
+def test_heads_taken_in_several_passes_give_the_same(monkeypatch, key_heads, passes, recompute_attention):
+    """From four passes on, a layer's input is let go of in between and comes a second time."""
+    monkeypatch.setattr(layer_parts, "_FULL_PASS", 1)
+    brought = []
+    real = ActivationStore.bring_again
+    monkeypatch.setattr(ActivationStore, "bring_again", lambda *a: brought.append(a[1]) or real(*a))
+    mode = {"recompute_attention": recompute_attention}
+    model, plain = lean_model(mode=mode, num_attention_heads=8, num_key_value_heads=key_heads)
     assert_equal(*both(model, plain, CASES["several levels"]))
-    assert (
-        len(layers.plan_row(model.lean.shape, (), (torch.zeros(9, 16),) * 2, tile_tokens=4, recompute=False).passes)
-        == 2
-    )
+    angles = (torch.zeros(9, 16),) * 2
+    assert len(layer_parts.plan_row(model.lean.shape, (), angles, tile_tokens=4, recompute=False).passes) == passes
+    assert brought == ([1, 0] if passes == 4 else [])
 
 
-@pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"num_attention_heads": 2}, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}}], ids=str)  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tie_word_embeddings": True}, {"num_attention_heads": 2}, {"rope_parameters": YARN}],
+    ids=["tied", "ungrouped", "yarn"],
+)
 def test_tied_embeddings_ungrouped_heads_and_yarn_are_right(changes):
     model, plain = lean_model("llama", **changes)
     assert_equal(*both(model, plain, CASES["turns of one trajectory"]))
@@ -140,13 +155,38 @@ def test_nothing_is_read_of_what_the_slab_held_before():
     assert_equal(*both(model, plain, CASES["several levels"]))
 
 
+def without_mean(grad, x, eps):
+    return grad * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def turned_back(real):
+    return lambda grad, x, cos, sin, weight, eps: real(grad, x, cos, -sin, weight, eps)
+
+
 PLANTED = {
-    "a layer's input that is not added back": (layers, "rms_norm_backward_", lambda real: lambda *a, adds: real(*a, adds=False)),
-    "RoPE turned the wrong way in backward": (layers, "rotary_backward_", lambda real: lambda d, x, c, s, w, e: real(d, x, c, -s, w, e)),
-    "a gate without its own derivative": (layers, "swiglu_backward_", lambda real: lambda g, h: real(g.mul_(0.9), h)),
-    "forks merged without their log-sum-exp": (rectangles, "_merge", lambda real: lambda o, l, p, q: o.add_(p).mul_(0.5)),
-    "a norm's derivative without its mean": (layer_maths, "_unit_backward", lambda real: lambda g, x, e: g * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + e)),
-}  # fmt: skip
+    "a gradient that is not added to what stands there": (
+        layers,
+        "rms_norm_backward_",
+        lambda real: lambda *given, adds: real(*given, adds=False),
+    ),
+    "RoPE turned the wrong way in backward": (layers, "rotary_backward_", turned_back),
+    "another gate in backward": (
+        layers,
+        "swiglu_backward_",
+        lambda real: lambda gates, grad: real(gates.mul_(0.9), grad),
+    ),
+    "forks merged without their log-sum-exp": (
+        rectangles,
+        "_merge",
+        lambda real: lambda output, logsumexp, part, part_lse: output.add_(part).mul_(0.5),
+    ),
+    "a norm's derivative without its mean": (layer_maths, "_unit_backward", lambda real: without_mean),
+    "an adapter's gradient without its scaling": (
+        AdapterGradients,
+        "by_parameter",
+        lambda real: lambda sums: [None if each is None else each / 2 for each in real(sums)],
+    ),
+}
 
 
 @pytest.mark.parametrize("bug", PLANTED)

@@ -85,10 +85,16 @@ def stock_update(network: nn.Module, samples: Sequence[Sample]) -> tuple[Tensor,
     return torch.cat(found), grads
 
 
-def lean_model(network: nn.Module, dtype: torch.dtype, options: LeanOptions, device: str = "cuda") -> LanguageModel:
-    """Return a model on the lean path; its layout is a tree."""
+def generic_model(network: nn.Module, dtype: torch.dtype, device: str = "cuda") -> LanguageModel:
+    """Return a model on the generic path; its layout is a tree."""
     model = LanguageModel(network, torch.device(device), dtype, logits_chunk_tokens=300)
     choose_layout(model, "tree")
+    return model
+
+
+def lean_model(network: nn.Module, dtype: torch.dtype, options: LeanOptions, device: str = "cuda") -> LanguageModel:
+    """Return a model on the lean path; its layout is a tree."""
+    model = generic_model(network, dtype, device)
     model.lean = LeanNetwork(network, model.device, dtype, options)
     return model
 

@@ -12,7 +12,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from tests.gpu.lean_models import VOCABULARY, errors, lean_model, lean_update, network_of, stock_update
+from tests.gpu.lean_models import VOCABULARY, errors, generic_model, lean_model, lean_update, network_of, stock_update
 from tests.gpu.test_gpu_tier import _a_device_is_there  # noqa: F401 - an autouse fixture
 from transformers import Trainer, TrainingArguments, default_data_collator
 
@@ -67,8 +67,7 @@ def test_it_is_as_close_to_float32_as_stock_transformers(family, nf4):
     models = {
         name: lean_model(network_of(family, torch.bfloat16, nf4=nf4), torch.bfloat16, o) for name, o in MODES.items()
     }
-    generic = lean_model(network_of(family, torch.bfloat16, nf4=nf4), torch.bfloat16, MODES["resident"])
-    generic.lean = None
+    generic = generic_model(network_of(family, torch.bfloat16, nf4=nf4), torch.bfloat16)
     measured: dict[str, list[tuple[float, float, dict[str, float]]]] = {}
     for samples in (case(seed) for case in SETS.values() for seed in range(4)):
         wanted = stock_update(reference, samples)

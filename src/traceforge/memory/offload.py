@@ -84,12 +84,12 @@ def tiles_of(num_tokens: int, tile_tokens: int) -> list[slice]:
 class Saved:
     """Shape and dtype of what one layer saves under one name.
 
-    `token_axis`: the dimension of tokens (0 or 1) if it comes back tile by tile; None = in one piece, behind the tiles.
+    `by_tile`: its first dimension is tokens and it comes back tile by tile; otherwise in one piece, behind the tiles.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    token_axis: int | None
+    by_tile: bool
 
     @property
     def num_bytes(self) -> int:
@@ -172,30 +172,24 @@ class ActivationStore:
         """Start to bring back all that a layer saved, tile by tile; room on the device is taken now."""
         if layer < 0 or layer in self._arrivals:
             return
-        targets = {
-            name: torch.empty(saved.shape, dtype=saved.dtype, device=self.lanes.device)
-            for name, saved in self._plan.items()
-        }
-        events: dict[str, list[Any]] = {name: [] for name in targets}
+        self._arrivals[layer] = self._bring(layer, list(self._plan))
+
+    def bring_again(self, layer: int, name: str) -> Arrival:
+        """Start to bring back one tensor that was let go of on the device in between."""
+        return self._bring(layer, [name])[name]
+
+    def _bring(self, layer: int, names: list[str]) -> dict[str, Arrival]:
+        sources = {name: self._on_host(layer, name) for name in names}
+        targets = {name: torch.empty_like(source, device=self.lanes.device) for name, source in sources.items()}
+        events: dict[str, list[Any]] = {name: [] for name in names}
+        tiled = [name for name in names if self._plan[name].by_tile]
         with self.lanes.towards_device():
             for tile in self._tiles:
-                for name, target in targets.items():
-                    if (axis := self._plan[name].token_axis) is not None:
-                        events[name].append(self._copy_tile(target, self._on_host(layer, name), axis, tile))
-            for name, target in targets.items():
-                if self._plan[name].token_axis is None:
-                    events[name].append(self.lanes.to_device(target, self._on_host(layer, name)))
-        self._arrivals[layer] = {name: Arrival(self.lanes, target, events[name]) for name, target in targets.items()}
-
-    def _copy_tile(self, target: Tensor, source: Tensor, axis: int, tile: slice) -> Any:
-        """Copy one tile as contiguous runs (a strided copy from the host would be staged and synchronous)."""
-        if axis == 0:
-            return self.lanes.to_device(target[tile], source[tile])
-        assert axis == 1, "tokens are the first or the second dimension"
-        event = None
-        for into, part in zip(target, source, strict=True):
-            event = self.lanes.to_device(into[tile], part[tile])
-        return event
+                for name in tiled:
+                    events[name].append(self.lanes.to_device(targets[name][tile], sources[name][tile]))
+            for name in set(names) - set(tiled):
+                events[name].append(self.lanes.to_device(targets[name], sources[name]))
+        return {name: Arrival(self.lanes, targets[name], events[name]) for name in names}
 
     def take(self, layer: int) -> dict[str, Arrival]:
         """Return what a layer saved, and forget it here."""

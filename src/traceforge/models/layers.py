@@ -12,7 +12,7 @@ Backward x, o and the log-sum-exp come back. A: per tile, a and the MLP are comp
          the gradients replace q, k, v in place. C: per tile, through QKV and norm1.
 Frozen   Weights have no gradient; adapters are folded into the matmuls (`memory/folded_linear.py`).
 
-Cost     Device memory of a row of T tokens in units of one [T x D] buffer: 5.9 in backward (grouped heads 4:1). Adds
+Cost     Device memory of a row of T tokens in units of one [T x D] buffer: 4.8 in backward (grouped heads 4:1). Adds
          the matmuls of Q, K, V, O, G and U once more; with `recompute_attention` attention's forward too, and half
          the bytes on the host.
 Identity The generic path up to the order of summation (float32: loss 1e-6, gradients 1e-6 relative).
@@ -21,11 +21,10 @@ Identity The generic path up to the order of summation (float32: loss 1e-6, grad
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from traceforge.errors import TrainingError
 from traceforge.memory.folded_linear import AdapterGradients, FoldedLinear
@@ -37,109 +36,12 @@ from traceforge.memory.layer_maths import (
     swiglu,
     swiglu_backward_,
 )
-from traceforge.memory.offload import ActivationStore, Arrival, Saved, tiles_of
-from traceforge.memory.weights import FrozenWeight, LayerWeights
-from traceforge.models.kernels import Task
+from traceforge.memory.offload import ActivationStore, Arrival, Saved
+from traceforge.memory.weights import LayerWeights
+from traceforge.models.layer_parts import LayerParts, LayerShape, Norm, RowPass
 from traceforge.models.rectangles import attend, attend_backward
 
-_FULL_PASS = 2**18
-"""Query heads x tokens that keep a card busy: attention's backward takes no more heads at a time than that needs."""
-
-
-class Norm(NamedTuple):
-    """An RMS norm: weight and epsilon."""
-
-    weight_D: Tensor
-    eps: float
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """Sizes that all layers of a model share."""
-
-    hidden: int
-    mlp: int
-    heads: int
-    key_heads: int
-    head_size: int
-    scale: float
-    """Factor on attention scores."""
-
-    @property
-    def queries(self) -> int:
-        """Width of all query heads together."""
-        return self.heads * self.head_size
-
-    @property
-    def keys(self) -> int:
-        """Width of all key heads together."""
-        return self.key_heads * self.head_size
-
-
-@dataclass
-class LayerParts:
-    """One layer's linears and norms; the query and key norms of a head exist in some families only."""
-
-    qkv: FoldedLinear
-    out: FoldedLinear
-    gate_up: FoldedLinear
-    down: FoldedLinear
-    input_norm: Norm
-    mlp_norm: Norm
-    query_norm: Norm | None = None
-    key_norm: Norm | None = None
-
-    def groups(self) -> tuple[FoldedLinear, ...]:
-        """Return the four folded linears in the order in which their weights are held."""
-        return (self.qkv, self.out, self.gate_up, self.down)
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the adapters' parameters in the order in which `LeanLayers.backward` returns gradients."""
-        return [parameter for group in self.groups() for parameter in group.parameters()]
-
-    def weights(self) -> list[FrozenWeight]:
-        """Return the frozen weights in order."""
-        return [linear.weight for group in self.groups() for linear in group.linears]
-
-
-@dataclass
-class RowPass:
-    """One row on its way through the layers.
-
-    Args:
-        tasks: attention's rectangles.
-        cos_TK, sin_TK: RoPE's angles at each token's depth.
-        tiles: ranges of tokens that are computed together.
-        passes: ranges of key heads that attention's backward takes together.
-        recomputes_attention: whether attention's output is computed again instead of kept on the host.
-        generation: what the store calls this row; None = nothing is kept, there will be no backward.
-    """
-
-    tasks: tuple[Task, ...]
-    cos_TK: Tensor
-    sin_TK: Tensor
-    tiles: list[slice]
-    passes: list[slice]
-    recomputes_attention: bool
-    generation: int | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the row."""
-        return self.tiles[-1].stop
-
-
-def plan_row(
-    shape: LayerShape, tasks: tuple[Task, ...], angles: tuple[Tensor, Tensor], *, tile_tokens: int, recompute: bool
-) -> RowPass:
-    """Return how a row runs, before anything is kept of it."""
-    tokens = angles[0].shape[0]
-    per_key_head = shape.heads // shape.key_heads * tokens
-    together = min(shape.key_heads, max(1, -(-_FULL_PASS // per_key_head)))
-    while shape.key_heads % together:
-        together += 1
-    passes = [slice(start, start + together) for start in range(0, shape.key_heads, together)]
-    return RowPass(tasks, *angles, tiles_of(tokens, tile_tokens), passes, recompute)
+_PASSES_OF_A_LONG_ROW = 4
 
 
 class LeanLayers:
@@ -173,11 +75,12 @@ class LeanLayers:
 
     def _saved(self, row: RowPass) -> dict[str, Saved]:
         tokens, shape = row.num_tokens, self.shape
-        plan = {"input": Saved((tokens, shape.hidden), self.dtype, 0)}
+        plan = {"input": Saved((tokens, shape.hidden), self.dtype, by_tile=True)}
         if not row.recomputes_attention:
             width = shape.queries // len(row.passes)
-            plan["attention"] = Saved((len(row.passes), tokens, width), self.dtype, 1)
-            plan["logsumexp"] = Saved((shape.heads, tokens), torch.promote_types(self.dtype, torch.float32), None)
+            plan |= {name: Saved((tokens, width), self.dtype, by_tile=True) for name in row.names}
+            wide = torch.promote_types(self.dtype, torch.float32)
+            plan["logsumexp"] = Saved((shape.heads, tokens), wide, by_tile=False)
         return plan
 
     def _room(self, *size: int) -> Tensor:
@@ -204,15 +107,16 @@ class LeanLayers:
         (matrix,) = self._matrices(number, [layer.qkv])
         projected = self._projected(layer, x_TD, matrix, row)
         del matrix
-        attention_PTW, logsumexp_HT = self._attention(layer, projected, row)
+        parts, logsumexp_HT = self._attention(layer, projected, row)
         del projected
         if keeps and not row.recomputes_attention:
-            self.store.save(number, "attention", attention_PTW)
+            for name, part_TW in zip(row.names, parts, strict=True):
+                self.store.save(number, name, part_TW)
             self.store.save(number, "logsumexp", logsumexp_HT)
         w_out, w_gate_up, w_down = self._matrices(number, [layer.out, layer.gate_up, layer.down])
         y_TD = self._room(*x_TD.shape)
         for tile in row.tiles:
-            heads = self._heads_of_tile(layer, attention_PTW, tile)
+            heads = self._heads_of_tile(layer, [part_TW[tile] for part_TW in parts])
             y = layer.out.add_forward(x_TD[tile], heads, w_out, y_TD[tile])
             del heads
             normed = self._normed(layer.gate_up, y, layer.mlp_norm)
@@ -234,16 +138,13 @@ class LeanLayers:
         rms_norm(x_TD, *norm, buffer[:, : linear.in_features])
         return buffer
 
-    def _heads_of_tile(self, layer: LayerParts, attention_PTW: Tensor, tile: slice) -> Tensor:
-        """Return the input buffer of O for a tile, its heads side by side."""
-        buffer = layer.out.input_buffer(tile.stop - tile.start, self.device)
-        self._side_by_side(buffer, attention_PTW).copy_(attention_PTW[:, tile])
+    def _heads_of_tile(self, layer: LayerParts, parts: list[Tensor]) -> Tensor:
+        """Return the input buffer of O for a tile, the heads of all passes side by side."""
+        buffer = layer.out.input_buffer(parts[0].shape[0], self.device)
+        width = parts[0].shape[1]
+        for number, part in enumerate(parts):
+            buffer[:, number * width : (number + 1) * width] = part
         return buffer
-
-    def _side_by_side(self, heads: Tensor, by_pass_PTW: Tensor) -> Tensor:
-        """Return the heads of a tile [t, H x K] as [P, t, W], a view."""
-        passes, _, width = by_pass_PTW.shape
-        return heads[:, : passes * width].unflatten(1, (passes, width)).transpose(0, 1)
 
     def _projected(self, layer: LayerParts, x_TD: Tensor, matrix: Tensor, row: RowPass) -> Tensor:
         """Return q, k and v before norm and RoPE, side by side [T, O + R]: room for their folded gradient."""
@@ -275,12 +176,11 @@ class LeanLayers:
             found.append(rotary(part, row.cos_TK, row.sin_TK, weight, eps, self._room(*part.shape)))
         return found[0], found[1]
 
-    def _attention(self, layer: LayerParts, projected: Tensor, row: RowPass) -> tuple[Tensor, Tensor]:
-        """Return attention's output by pass [P, T, W] and its log-sum-exp [H, T]."""
+    def _attention(self, layer: LayerParts, projected: Tensor, row: RowPass) -> tuple[list[Tensor], Tensor]:
+        """Return attention's output of each pass [T, W] and its log-sum-exp [H, T]."""
         shape = self.shape
-        tokens, width = row.num_tokens, shape.queries // len(row.passes)
-        group = shape.heads // shape.key_heads
-        attention_PTW = self._room(len(row.passes), tokens, width)
+        tokens, group = row.num_tokens, shape.heads // shape.key_heads
+        parts = [self._room(tokens, shape.queries // len(row.passes)) for _ in row.passes]
         wide = torch.promote_types(self.dtype, torch.float32)
         logsumexp_HT = torch.empty(shape.heads, tokens, dtype=wide, device=self.device)
         # Without a fork nothing is merged, and all heads together fill the card best.
@@ -291,11 +191,11 @@ class LeanLayers:
             q, k = self._turned(layer, q, k, row)
             output, logsumexp = attend(_as_heads(q), _as_heads(k), _as_heads(v), row.tasks, shape.scale)
             del q, k, v
-            passes = slice(heads.start // per_pass, heads.stop // per_pass)
-            into = attention_PTW[passes].unflatten(2, (-1, shape.head_size))
-            into.copy_(output[0].unflatten(0, (into.shape[0], -1)).transpose(1, 2))
+            found = parts[heads.start // per_pass : heads.stop // per_pass]
+            for part_TW, heads_HTK in zip(found, output[0].chunk(len(found)), strict=True):
+                part_TW.unflatten(1, (-1, shape.head_size)).copy_(heads_HTK.transpose(0, 1))
             logsumexp_HT[heads.start * group : heads.stop * group] = logsumexp[0]
-        return attention_PTW, logsumexp_HT
+        return parts, logsumexp_HT
 
     # ---------------------------------------------------------------------------------------------------- backward
 
@@ -322,21 +222,21 @@ class LeanLayers:
             (matrix,) = self._matrices(number, [layer.qkv])
             projected = self._projected(layer, x_TD, matrix, row)
             del matrix
-            attention_PTW, logsumexp_HT = self._attention(layer, projected, row)
-            kept = Arrival(self.store.lanes, attention_PTW, [])
-            saved |= {"attention": kept, "logsumexp": Arrival(self.store.lanes, logsumexp_HT, [])}
-            del attention_PTW, kept
-        d_heads_PTW = self._through_mlp(layer, number, grad_TD, saved, row, sums)
-        x_TD = saved["input"].tensor
+            parts, logsumexp_HT = self._attention(layer, projected, row)
+            made = {**dict(zip(row.names, parts, strict=True)), "logsumexp": logsumexp_HT}
+            saved |= {name: Arrival(self.store.lanes, tensor, []) for name, tensor in made.items()}
+            del x_TD, parts, logsumexp_HT, made
+        d_parts = self._through_mlp(layer, number, grad_TD, saved, row, sums)
         (matrix,) = self._matrices(number, [layer.qkv])
         if projected is None:
-            projected = self._projected(layer, x_TD, matrix, row)
+            projected = self._projected(layer, saved["input"].tensor, matrix, row)
         self.weights.release(number)
         self.weights.prefetch(number - 1)
-        self._through_attention(layer, projected, saved, d_heads_PTW, row)
-        del d_heads_PTW
+        self._through_attention(layer, number, projected, saved, d_parts, row)
         self.store.prefetch(number - 1)
-        self._through_projection(layer, grad_TD, x_TD, projected, matrix, row, sums[id(layer.qkv)], needs_input)
+        self._through_projection(
+            layer, grad_TD, saved["input"], projected, matrix, row, sums[id(layer.qkv)], needs_input
+        )
         found = [each for group in layer.groups() for each in sums[id(group)].by_parameter()]
         return (grad_TD if needs_input else None), found
 
@@ -348,14 +248,15 @@ class LeanLayers:
         saved: dict[str, Arrival],
         row: RowPass,
         sums: dict[int, AdapterGradients],
-    ) -> Tensor:
-        """Phase A: turn the gradient of y into that of a, and return that of attention's output by pass [P, T, W]."""
+    ) -> list[Tensor]:
+        """Phase A: turn the gradient of y into that of a, and return that of attention's output of each pass [T, W]."""
         shape = self.shape
         w_out, w_gate_up, w_down = self._matrices(number, [layer.out, layer.gate_up, layer.down])
-        d_heads_PTW = self._room(len(row.passes), row.num_tokens, shape.queries // len(row.passes))
+        width = shape.queries // len(row.passes)
+        d_parts = [self._room(row.num_tokens, width) for _ in row.passes]
         for j, tile in enumerate(row.tiles):
             tokens = tile.stop - tile.start
-            heads = self._heads_of_tile(layer, saved["attention"].wait(j), tile)
+            heads = self._heads_of_tile(layer, [saved[name].wait(j)[tile] for name in row.names])
             after = layer.out.add_forward(saved["input"].wait(j)[tile], heads, w_out, self._room(tokens, shape.hidden))
             normed = self._normed(layer.gate_up, after, layer.mlp_norm)
             gate_up = layer.gate_up.gradient_buffer(tokens, self.device)
@@ -376,8 +277,9 @@ class LeanLayers:
             d_after = self._folded(layer.out, grad_TD[tile], w_out)
             d_tile = layer.out.input_gradient(d_after, w_out, self._room(tokens, shape.queries))
             sums[id(layer.out)].add(d_after, heads)
-            d_heads_PTW[:, tile].copy_(self._side_by_side(d_tile, d_heads_PTW))
-        return d_heads_PTW
+            for part_TW, found in zip(d_parts, d_tile.split(width, dim=1), strict=True):
+                part_TW[tile] = found
+        return d_parts
 
     def _folded(self, linear: FoldedLinear, grad: Tensor, matrix: Tensor) -> Tensor:
         """Return `[dy | dy sB]` of a tile."""
@@ -389,22 +291,29 @@ class LeanLayers:
     def _through_attention(
         self,
         layer: LayerParts,
+        number: int,
         projected: Tensor,
         saved: dict[str, Arrival],
-        d_heads_PTW: Tensor,
+        d_parts: list[Tensor],
         row: RowPass,
     ) -> None:
-        """Phase B: overwrite q, k and v in `projected` with their gradients, a few heads at a time."""
+        """Phase B: overwrite q, k and v in `projected` with their gradients, a few heads at a time.
+
+        In a long row x is let go of first, and comes again into the room that the first passes give back.
+        """
         size, group = self.shape.head_size, self.shape.heads // self.shape.key_heads
-        attention_PTW = saved.pop("attention").wait()
+        passes = len(row.passes)
+        returns_after = passes // 2 if passes >= _PASSES_OF_A_LONG_ROW else None
+        if returns_after is not None:
+            del saved["input"]
         logsumexp_HT = saved.pop("logsumexp").wait()
-        for number, heads in enumerate(row.passes):
+        for done, (heads, name) in enumerate(zip(row.passes, row.names, strict=True), start=1):
             raw_q, raw_k, v = self._parts_of_pass(projected, heads)
             q, k = self._turned(layer, raw_q, raw_k, row)
             d_q, d_k, d_v = attend_backward(
-                _as_heads(d_heads_PTW[number].unflatten(1, (-1, size))),
+                _as_heads(d_parts.pop(0).unflatten(1, (-1, size))),
                 (_as_heads(q), _as_heads(k), _as_heads(v)),
-                _as_heads(attention_PTW[number].unflatten(1, (-1, size))),
+                _as_heads(saved.pop(name).wait().unflatten(1, (-1, size))),
                 logsumexp_HT[None, heads.start * group : heads.stop * group],
                 row.tasks,
                 self.shape.scale,
@@ -414,12 +323,15 @@ class LeanLayers:
                 weight, eps = (None, 0.0) if norm is None else norm
                 rotary_backward_(grad[0].transpose(0, 1), raw, row.cos_TK, row.sin_TK, weight, eps)
             v.copy_(d_v[0].transpose(0, 1))
+            del d_q, d_k, d_v, grad
+            if done == returns_after:
+                saved["input"] = self.store.bring_again(number, "input")
 
     def _through_projection(  # noqa: PLR0913 - all of it is the state of one layer's backward
         self,
         layer: LayerParts,
         grad_TD: Tensor,
-        x_TD: Tensor,
+        inputs: Arrival,
         projected: Tensor,
         matrix: Tensor,
         row: RowPass,
@@ -427,15 +339,16 @@ class LeanLayers:
         needs_input: bool,
     ) -> None:
         """Phase C: through Q, K, V and the input norm; adds to the gradient of a what reaches x on this way."""
-        for tile in row.tiles:
-            normed = self._normed(layer.qkv, x_TD[tile], layer.input_norm)
+        for j, tile in enumerate(row.tiles):
+            x_TD = inputs.wait(j)[tile]
+            normed = self._normed(layer.qkv, x_TD, layer.input_norm)
             layer.qkv.fold_input(normed, matrix)
             grad = projected[tile]
             layer.qkv.fold_gradient(grad, matrix)
             sums.add(grad, normed)
             if needs_input:
                 d_normed = layer.qkv.input_gradient(grad, matrix, self._room(grad.shape[0], self.shape.hidden))
-                rms_norm_backward_(d_normed, x_TD[tile], *layer.input_norm, grad_TD[tile], adds=True)
+                rms_norm_backward_(d_normed, x_TD, *layer.input_norm, grad_TD[tile], adds=True)
 
 
 def _as_heads(part_THK: Tensor) -> Tensor:

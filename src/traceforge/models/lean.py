@@ -23,7 +23,8 @@ from traceforge.memory.pinned import Slab
 from traceforge.memory.weights import DenseWeight, FrozenWeight, LayerWeights, Nf4Weight
 from traceforge.models import attention
 from traceforge.models.kernels import Task, assign_kernels
-from traceforge.models.layers import LayerParts, LayerShape, LeanLayers, Norm, plan_row
+from traceforge.models.layer_parts import LayerParts, LayerShape, Norm, plan_row
+from traceforge.models.layers import LeanLayers
 from traceforge.samples.rows import Path, attention_pieces
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -63,30 +64,30 @@ def why_not_lean(network: nn.Module) -> str | None:
 
 def _why_not_linear(name: str, module: nn.Module) -> str | None:
     inner = getattr(module, "base_layer", module)
-    kind = type(inner).__name__
-    if kind == "Linear4bit":
-        if inner.weight.quant_state is None:
-            return f"{name} is not quantised yet: move the model to its device first"
-        if inner.weight.quant_state.quant_type != "nf4":
-            return f"{name} is quantised as {inner.weight.quant_state.quant_type}, not nf4"
+    state = getattr(inner.weight, "quant_state", None) if type(inner).__name__ == "Linear4bit" else None
+    if type(inner).__name__ == "Linear4bit":
+        if state is None or state.quant_type != "nf4":
+            found = "not quantised yet: move the model to its device first" if state is None else state.quant_type
+            return f"{name} is not NF4 ({found})"
     elif type(inner) is not nn.Linear:
-        return f"{name} is a {kind}, neither a plain linear nor an NF4 one"
-    if inner is module:
-        return None
+        return f"{name} is a {type(inner).__name__}, neither a plain linear nor an NF4 one"
+    return None if inner is module else _why_not_adapter(name, module)
+
+
+def _why_not_adapter(name: str, module: Any) -> str | None:
     if len(module.active_adapters) != 1 or module.merged or module.disable_adapters:
         return f"{name} has not exactly one active, unmerged adapter"
     adapter = module.active_adapters[0]
-    if adapter not in module.lora_A:
+    if adapter not in getattr(module, "lora_A", ()):
         return f"{name} has an adapter that is not LoRA"
-    if getattr(module, "use_dora", {}).get(adapter, False) or getattr(module, "lora_variant", {}).get(adapter):
-        return f"{name} has a variant of LoRA (DoRA or another)"
-    if module.lora_A[adapter].bias is not None or module.lora_B[adapter].bias is not None:
-        return f"{name} has a LoRA bias"
-    if not isinstance(module.lora_dropout[adapter], nn.Identity):
-        return f"adapter dropout ({module.lora_dropout[adapter].p})"
-    if getattr(module, "fan_in_fan_out", False):
-        return f"{name} stores its weight transposed"
-    return None
+    extras = {
+        "a variant of LoRA (DoRA or another)": getattr(module, "use_dora", {}).get(adapter, False)
+        or adapter in getattr(module, "lora_variant", {}),
+        "a LoRA bias": module.lora_A[adapter].bias is not None or module.lora_B[adapter].bias is not None,
+        "a transposed weight": getattr(module, "fan_in_fan_out", False),
+        "adapter dropout": not isinstance(module.lora_dropout[adapter], nn.Identity),
+    }
+    return next((f"{name} has {extra}" for extra, present in extras.items() if present), None)
 
 
 def _why_not_trained(network: nn.Module, base: nn.Module) -> str | None:
