@@ -3,8 +3,8 @@
     python benchmarks/gpu_ours.py CHECKPOINT PLACEMENT < jobs.json
 
 A job is {"name", "work": {"sft": T} | {"pair": [P, R]} | {"turns": [n, T]} | {"apart": [n, T]}, "cap_gib", "repeats",
-"warmups", "recompute", "tile", "path", "profile", "copies"}. An update is what training makes: plan, forward, backward, clip,
-AdamW. A cap holds for the updates, not for loading. `apart` runs the samples of `turns` one by one.
+"warmups", "recompute", "tile", "path", "profile", "copies"}. An update is what training makes: plan, forward, backward,
+clip, AdamW. A cap holds for the updates, not for loading. `apart` runs the samples of `turns` one by one.
 """
 
 from __future__ import annotations

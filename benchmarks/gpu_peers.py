@@ -27,7 +27,7 @@ if PEER == "unsloth":
     os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
     import unsloth  # noqa: F401 - it patches what is imported after it
 
-import torch
+import torch  # noqa: E402
 
 GIB = 2**30
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -23,7 +23,8 @@ from traceforge.samples.rows import Path
 UPDATES = 4
 OPTIONS = {
     "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": UPDATES, "logging_steps": 1,
-    "learning_rate": 1e-2, "report_to": [], "save_strategy": "no", "use_cpu": True, "seed": 3, "lr_scheduler_type": "constant",
+    "learning_rate": 1e-2, "report_to": [], "save_strategy": "no", "use_cpu": True, "seed": 3,
+    "lr_scheduler_type": "constant",
     "disable_tqdm": True, "max_grad_norm": 1.0,
     "adam_epsilon": 1e-6,  # weights whose gradient is rounding noise stay still
 }  # fmt: skip
@@ -85,7 +86,7 @@ def train(model, trainer, folder):
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_lean_model_follows_the_stock_model(tmp_path, family, trainer):
-    # Padding-free rows are one line to transformers' CPU attention, which then sees the neighbour: padded is the oracle.
+    # Padding-free rows are one line to transformers' CPU attention, which sees the neighbour: padded is the oracle.
     oracle = "SFTTrainer" if "padding-free" in trainer else trainer
     wanted_losses, wanted = train(adapted(family), oracle, tmp_path / "stock")
     losses, found = train(make_lean(adapted(family), placement="streamed", tile_tokens=16), trainer, tmp_path / "lean")

@@ -25,7 +25,7 @@ def network_of(family: str, dtype: torch.dtype, *, nf4: bool, device: str = "cud
     """Return a model with a LoRA adapter whose B is random; `nf4` in float32 holds the same values, written out."""
     network = tiny_network(
         family, vocabulary=VOCABULARY, layers=3, hidden_size=256, intermediate_size=640, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=64,
+        num_key_value_heads=4, head_dim=64,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
     for parameter in network.parameters():

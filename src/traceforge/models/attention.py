@@ -7,7 +7,8 @@ l2, are together
 
     l = log(exp(l1) + exp(l2))        o = o1 exp(l1 - l) + o2 exp(l2 - l)
 
-(`rectangles.py`), and the backward of each rectangle, called with the merged o and l, gives its exact part of the gradient.
+(`rectangles.py`), and the backward of each rectangle, called with the merged o and l, gives its exact part of the
+gradient.
 
 The function is registered with transformers as `NAME`; how a row is attended to travels with the call as the keyword
 `row_layout`. A row of one path is one causal rectangle: the plain kernel and nothing else. On CUDA a row with many

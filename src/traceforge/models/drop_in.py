@@ -6,8 +6,8 @@
     make_lean(model)
     SFTTrainer(model, ...).train()
 
-What changes  The decoder (`model.model`) runs a batch as one row of `layers.py`, each sequence a path of its own: padding
-              is not computed. With labels the loss is formed in chunks and no logits are returned. The adapter's
+What changes  The decoder (`model.model`) runs a batch as one row of `layers.py`, each sequence a path of its own:
+              padding is not computed. With labels the loss is formed in chunks and no logits are returned. The adapter's
               parameters stay the same objects: optimizers, checkpoints and `save_pretrained` see no difference.
               The first token of a sequence has no parent and is never a target, whatever its label.
 What is not   Generation and anything else that needs a cache, `inputs_embeds`, masks of more than two dimensions, or
@@ -105,7 +105,7 @@ def _run(
     position_ids: Tensor | None,
     others: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None, tuple[int, int]]:
-    """Return hidden states [T, D] of all real tokens, where they stand in the batch (None: everywhere), and its size."""
+    """Return hidden states [T, D] of all real tokens, their places in the batch (None: everywhere), and its size."""
     refused = [name for name in _REFUSED if (value := others.get(name)) is not None and value is not False]
     if input_ids is None or refused:
         raise ModelError(
