@@ -7,8 +7,8 @@
     SFTTrainer(model, ...).train()
 
 What changes  The decoder (`model.model`) runs a batch as one row of `layers.py`, each sequence a path of its own:
-              padding is not computed. With labels the loss is formed in chunks and no logits are returned. The adapter's
-              parameters stay the same objects: optimizers, checkpoints and `save_pretrained` see no difference.
+              padding is not computed. With labels the loss is formed in chunks and no logits are returned. The
+              adapter's parameters stay the same objects: optimizers, checkpoints and `save_pretrained` as ever.
               The first token of a sequence has no parent and is never a target, whatever its label.
 What is not   Generation and anything else that needs a cache, `inputs_embeds`, masks of more than two dimensions, or
               hidden states of every layer: named errors.

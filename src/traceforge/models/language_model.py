@@ -185,6 +185,15 @@ def load_language_model(config: RunConfig, location: ModelLocation, device: torc
             hint="lower data.max_tokens or use a model with longer positions",
         )
     dtype = getattr(torch, config.model.dtype)
+    if (
+        dtype == torch.bfloat16
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        raise ModelError(
+            f"model.dtype = 'bfloat16': {torch.cuda.get_device_name(device)} has no bfloat16",
+            hint="set model.dtype = 'float16' (its loss is scaled automatically) or 'float32'",
+        )
     language_model = LanguageModel(network, device, dtype, logits_chunk_tokens=config.memory.logits_chunk_tokens)
     check_head(language_model)
     choose_layout(language_model, config.model.attention)

@@ -56,7 +56,9 @@ def why_not_lean(network: nn.Module) -> str | None:
         return f"activation {config.hidden_act!r}: its MLP is not SwiGLU"
     size = _head_size(config)
     turned = 2 * base.base_model.rotary_emb.inv_freq.numel()
-    if size % 2 or turned != size:
+    if size % 8:
+        return f"heads of {size} values: attention kernels want a multiple of 8"
+    if turned != size:
         return f"RoPE turns {turned} of {size} values of a head"
     refusals = (_why_not_linear(name, module) for name, module in _linears(base))
     return next((each for each in refusals if each is not None), None) or _why_not_trained(network, base)
@@ -150,6 +152,8 @@ class LeanNetwork:
             scale=float(base.base_model.layers[0].self_attn.scaling),
         )
         layers = [self._parts(layer) for layer in base.base_model.layers]
+        weights_of_all = [weight for layer in layers for weight in layer.weights()]
+        self.quantized_bytes = sum(w.parts[0].numel() for w in weights_of_all if isinstance(w, Nf4Weight))
         self.layer_class = type(base.base_model.layers[0]).__name__
         self.lanes = Lanes(device)
         self.weights_slab = Slab(device, "streamed weights", options.pinned_bytes)
