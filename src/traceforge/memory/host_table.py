@@ -8,10 +8,13 @@ Identity Bitwise: copies.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from traceforge.memory.layer_maths import kernels_for
+from traceforge.memory.offload import Lanes
 from traceforge.memory.pinned import Slab
 
 
@@ -28,6 +31,8 @@ class HostTable:
     def __init__(self, table_VD: Tensor, device: torch.device, *, to_host: bool, purpose: str) -> None:
         self.device = device
         self._slab: Slab | None = None
+        self._coming: tuple[Tensor, Any] | None = None
+        self._lanes: Lanes | None = None
         self._table_VD = table_VD.detach()
         if to_host:
             self._slab = Slab(device, purpose)
@@ -51,6 +56,19 @@ class HostTable:
             out_TD.copy_(torch.nn.functional.embedding(ids_T.cpu(), self._table_VD))
         return out_TD
 
+    def prefetch(self, lanes: Lanes) -> None:
+        """Start to bring the whole table to the device, for the next `whole`."""
+        if self._slab is None or self._coming is not None:
+            return
+        target = torch.empty_like(self._table_VD, device=self.device)
+        with lanes.towards_device():
+            self._coming = target, lanes.to_device(target, self._table_VD)
+        self._lanes = lanes
+
     def whole(self) -> Tensor:
         """Return the table on the device, for a short time."""
-        return self._table_VD.to(self.device, non_blocking=True)
+        if self._coming is None or self._lanes is None:
+            return self._table_VD.to(self.device, non_blocking=True)
+        (target, event), self._coming = self._coming, None
+        self._lanes.wait(event)
+        return target

@@ -62,6 +62,7 @@ class Slab:
         start = -block.data_ptr() % _PAGE
         block = block[start : start + wanted]
         if self.device.type == "cuda":
+            block.zero_()  # touched by all cores first: locking untouched pages goes one by one
             torch.cuda.synchronize(self.device)
             found = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), wanted, 0))
             if found != 0:

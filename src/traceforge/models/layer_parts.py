@@ -12,7 +12,7 @@ from traceforge.memory.offload import tiles_of
 from traceforge.memory.weights import FrozenWeight
 from traceforge.models.kernels import Task
 
-_FULL_PASS = 2**18
+_FULL_PASS = 2**19
 """Query heads x tokens that keep a card busy: attention's backward takes no more heads at a time than that needs."""
 
 

@@ -41,8 +41,6 @@ from traceforge.memory.weights import LayerWeights
 from traceforge.models.layer_parts import LayerParts, LayerShape, Norm, RowPass
 from traceforge.models.rectangles import attend, attend_backward
 
-_PASSES_OF_A_LONG_ROW = 4
-
 
 class LeanLayers:
     """All layers of a model, run over one row at a time.
@@ -299,12 +297,12 @@ class LeanLayers:
     ) -> None:
         """Phase B: overwrite q, k and v in `projected` with their gradients, a few heads at a time.
 
-        In a long row x is let go of first, and comes again into the room that the first passes give back.
+        With several passes (a long row) x is let go of first, and comes again into the room that the first give back.
         """
         size, group = self.shape.head_size, self.shape.heads // self.shape.key_heads
         passes = len(row.passes)
-        returns_after = passes // 2 if passes >= _PASSES_OF_A_LONG_ROW else None
-        if returns_after is not None:
+        returns_after = passes // 2
+        if returns_after:
             del saved["input"]
         logsumexp_HT = saved.pop("logsumexp").wait()
         for done, (heads, name) in enumerate(zip(row.passes, row.names, strict=True), start=1):

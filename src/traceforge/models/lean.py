@@ -31,6 +31,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 _TENSOR_CORE_COLUMNS = 64
+_SHORT_ROW_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,8 @@ class LeanNetwork:
 
     def hidden_states(self, token_ids_T: Tensor, depths_T: Tensor, tasks: tuple[Task, ...]) -> Tensor:
         """Return the hidden states [T, D] of a row after the last layer, before the final norm."""
+        if token_ids_T.shape[0] <= _SHORT_ROW_TOKENS:  # a longer one hides the copy's time, and needs the room itself
+            self.output.prefetch(self.lanes)
         with torch.autocast(self.device.type, enabled=False):
             hidden_TD = self.embedding.rows(token_ids_T).to(self.dtype)
             wide = torch.empty(0, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)

@@ -7,6 +7,7 @@ import torch
 
 from traceforge.errors import HostMemoryError
 from traceforge.memory.folded_linear import AdaptedLinear, AdapterGradients, FoldedLinear
+from traceforge.memory.host_table import HostTable
 from traceforge.memory.layer_maths import (
     logprobs_,
     rms_norm,
@@ -185,3 +186,15 @@ def test_a_slab_refuses_what_is_over_its_budget_and_grows_within():
         slab.reserve(4 * 4096)
     slab.reserve(3 * 4096)
     assert slab.view(4096, (2, 8), torch.float64).data_ptr() % 4096 == 0
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+def test_a_table_on_the_host_gives_the_rows_and_the_whole_of_the_one_on_the_device(to_host):
+    values = torch.randn(11, 5).bfloat16()
+    table = HostTable(values, CPU, to_host=to_host, purpose="trials")
+    ids = torch.tensor([10, 0, 0, 3])
+    assert torch.equal(table.rows(ids), values[ids])
+    assert torch.equal(table.whole(), values)
+    table.prefetch(Lanes(CPU))
+    assert torch.equal(table.whole(), values)
+    assert table.host_bytes == (4096 if to_host else 0)
