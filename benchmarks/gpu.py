@@ -156,12 +156,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "gpu-lean.json")
     parser.add_argument("--budget-s", type=float, default=float("inf"))
     parser.add_argument("--full", action="store_true", help="also 131,072 tokens, a 0.6B shape and a bf16 base")
+    parser.add_argument("--call", default="ours and the peers", help="what docs/performance.md calls this call")
     parser.add_argument("--only", nargs="*", help="names of processes")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("error: this benchmark needs a CUDA device, and torch finds none")
     started = time.perf_counter()
     result: dict[str, Any] = {
+        "call": options.call,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gpu": torch.cuda.get_device_name(),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
