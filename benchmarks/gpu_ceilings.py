@@ -29,7 +29,7 @@ def seconds_of(run: Callable[[], Any], repeats: int = 5) -> float:
 
 def measure(tokens: int = 32_768) -> dict[str, Any]:
     """Return rates in TFLOP/s and GB/s: bf16 matmul, attention of 32 heads over 8 of size 128, page-locked copies."""
-    from traceforge.models.kernels import assign_kernels, cudnn_works
+    from traceforge.models.kernels import assign_kernels, cudnn_is_fastest
     from traceforge.samples.rows import Piece
 
     device = torch.device("cuda")
@@ -47,7 +47,7 @@ def measure(tokens: int = 32_768) -> dict[str, Any]:
     )
     found |= {
         "attention_kernel": kernel.name,
-        "cudnn_works": cudnn_works(device, torch.bfloat16, 128),
+        "cudnn_is_fastest": cudnn_is_fastest(device, torch.bfloat16, 128),
         "attention_forward": work / forward_s / 1e12,
         "attention_backward": 2.5 * work / backward_s / 1e12,
     }

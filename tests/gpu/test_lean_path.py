@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 from traceforge.memory import layer_maths
 from traceforge.memory.offload import Lanes
 from traceforge.memory.weights import Nf4Weight
-from traceforge.models import layer_parts
+from traceforge.models import kernels, layer_parts
 from traceforge.models.drop_in import make_lean
 from traceforge.models.lean import LeanOptions
 from traceforge.samples.tokens import Sample
@@ -173,6 +173,17 @@ def test_thirty_updates_follow_the_loss_of_stock_transformers_and_hold_no_memory
     assert max(map(abs, deviations)) <= 2e-2
     assert abs(statistics.mean(deviations)) <= 5e-3
     assert abs(allocated[29] / allocated[4] - 1) <= 0.01
+
+
+def test_the_start_up_trial_takes_the_faster_kernel():
+    device = torch.device("cuda")
+    times = {
+        each.name: kernels.trial_s(each, device, torch.bfloat16, 128) for each in (kernels._CUDNN, kernels._CUDA_FLASH)
+    }
+    print(f"TRIAL {times}")
+    assert all(seconds > 0 for seconds in times.values())
+    taken = kernels.cudnn_is_fastest(device, torch.bfloat16, 128)
+    assert taken == (times["cudnn"] < times["cuda_flash"])
 
 
 def test_triton_kernels_equal_plain_torch(monkeypatch):
