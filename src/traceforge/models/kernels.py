@@ -219,8 +219,8 @@ def assign_kernels(
 ) -> tuple[Task, ...]:
     """Return the rectangles of a row with the kernel of each.
 
-    Where cuDNN runs and is the fastest, a large rectangle is cut: its part of bucketed length goes to cuDNN, the rests to flash. The
-    rectangles still cover the same queries and keys once, and each query's causal part still comes first.
+    Where cuDNN runs and is the fastest, a large rectangle is cut: its part of bucketed length goes to cuDNN, the rests
+    to flash. The rectangles still cover the same queries and keys once, and each query's causal part still comes first.
     """
     if device.type == "cpu":
         return tuple(Task(piece, _CPU_FLASH) for piece in pieces)
