@@ -337,7 +337,9 @@ class RunConfig(_Section):
             if value != default
         ]
         if memory.path == "generic" and lean_only:
-            raise ValueError(f"{lean_only[0]} belongs to the lean path, memory.path is 'generic'")
+            raise ValueError(
+                f"{lean_only[0]} belongs to the lean path, memory.path is 'generic'; remove it or set memory.path = 'auto'"
+            )
         wanted = ["memory.path = 'lean'"] if memory.path == "lean" else lean_only
         for name, stands_against in (
             ("memory.recompute_layers = true", memory.recompute_layers),
