@@ -234,9 +234,11 @@ class MemorySettings(_Section):
     tile_tokens: int = Field(4096, ge=16)
     """Lean path: tokens of a row whose MLP is computed at one time."""
     pinned_gib: float | None = Field(None, gt=0)
-    """Lean path: most page-locked host memory for streamed weights and activations; unset = no limit."""
+    """Most page-locked host memory for activations and streamed weights; unset = no limit."""
     recompute_layers: bool = False
     """Generic path: keep only each layer's input and compute the layer again in the backward pass."""
+    offload_inputs: bool = False
+    """With `recompute_layers`: the layers' inputs wait in page-locked host memory instead of on the device."""
     logits_chunk_tokens: int = Field(512, ge=1)
     """Trained positions whose logits exist at one time."""
 
@@ -332,13 +334,15 @@ class RunConfig(_Section):
             for name, value, default in (
                 ("placement", memory.placement, "resident"),
                 ("recompute_attention", memory.recompute_attention, False),
-                ("pinned_gib", memory.pinned_gib, None),
             )
             if value != default
         ]
+        if memory.offload_inputs and not memory.recompute_layers:
+            raise ValueError("memory.offload_inputs needs memory.recompute_layers = true: it moves what that keeps")
         if memory.path == "generic" and lean_only:
             raise ValueError(
-                f"{lean_only[0]} belongs to the lean path, memory.path is 'generic'; remove it or set memory.path = 'auto'"
+                f"{lean_only[0]} belongs to the lean path, memory.path is 'generic'; "
+                "remove it or set memory.path = 'auto'"
             )
         wanted = ["memory.path = 'lean'"] if memory.path == "lean" else lean_only
         for name, stands_against in (

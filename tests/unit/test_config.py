@@ -140,7 +140,7 @@ def test_the_settings_import_no_torch():
     [
         ({"memory": {"path": "generic", "placement": "streamed"}}, ("memory.path", "placement")),
         ({"memory": {"path": "generic", "recompute_attention": True}}, ("memory.path", "recompute_attention")),
-        ({"memory": {"path": "generic", "pinned_gib": 4}}, ("memory.path", "pinned_gib")),
+        ({"memory": {"offload_inputs": True}}, ("offload_inputs", "recompute_layers")),
         ({"memory": {"path": "lean", "recompute_layers": True}}, ("memory.path", "recompute_layers")),
         ({"memory": {"placement": "streamed", "recompute_layers": True}}, ("placement", "recompute_layers")),
         ({"memory": {"path": "lean"}, "adapter": {"kind": "none"}}, ("memory.path", "adapter.kind")),

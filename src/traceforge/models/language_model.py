@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from traceforge.config import MemorySettings, RunConfig
 from traceforge.errors import DisagreementError, ModelError
 from traceforge.memory.normed_logprobs import normed_logprobs
+from traceforge.memory.offload import ActivationStore, Lanes
+from traceforge.memory.pinned import Slab
 from traceforge.memory.recompute import recompute_layers
 from traceforge.memory.token_logprobs import Head, token_logprobs
 from traceforge.models import attention
@@ -55,6 +57,7 @@ class LanguageModel:
         logits_chunk_tokens: see `token_logprobs`.
         kernels_run: names of the attention kernels that rows have taken so far, for the evidence.
         lean: the same weights on the lean path, if rows take it.
+        inputs_on_host: where the generic path's layer inputs wait, if not on the device.
         path_reason: why they do or do not, for the evidence.
     """
 
@@ -66,6 +69,7 @@ class LanguageModel:
     logits_chunk_tokens: int = 512
     kernels_run: set[str] = field(default_factory=set)
     lean: LeanNetwork | None = None
+    inputs_on_host: Slab | None = None
     path_reason: str = ""
 
     @property
@@ -92,7 +96,23 @@ class LanguageModel:
 
     def effective_path(self) -> str:
         """Return the path that rows really take, and how, for the evidence."""
-        return "generic" if self.lean is None else f"lean ({self.lean.describe()})"
+        if self.lean is not None:
+            return f"lean ({self.lean.describe()})"
+        return "generic" if self.inputs_on_host is None else "generic (layers recomputed, their inputs on the host)"
+
+    def host_pinned_bytes(self) -> int | None:
+        """Return the page-locked host memory held now, None where no technique uses any."""
+        if self.lean is not None:
+            return self.lean.host_bytes()
+        return None if self.inputs_on_host is None else self.inputs_on_host.num_bytes
+
+    def input_store(self, memory: MemorySettings) -> ActivationStore | None:
+        """Return where layer inputs wait if they leave the device, and remember it."""
+        if not memory.offload_inputs:
+            return None
+        budget = None if memory.pinned_gib is None else int(memory.pinned_gib * 2**30)
+        self.inputs_on_host = Slab(self.device, "layer inputs", budget)
+        return ActivationStore(Lanes(self.device), self.inputs_on_host)
 
     def row_logprobs(self, row: Row) -> tuple[Tensor, Tensor]:
         """Return log-probability [N] and weight [N] of the row's trained tokens, in row order.
@@ -204,7 +224,7 @@ def load_language_model(config: RunConfig, location: ModelLocation, device: torc
                 f"memory.recompute_layers: {type(base).__name__} has no list `layers`",
                 hint="set memory.recompute_layers = false",
             )
-        recompute_layers(layers)
+        recompute_layers(layers, language_model.input_store(config.memory))
     choose_path(language_model, config.memory)
     return language_model
 

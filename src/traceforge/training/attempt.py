@@ -288,7 +288,7 @@ class Attempt:
                 requested=self.config.memory.path,
                 effective=self.model.effective_path(),
                 reason=self.model.path_reason or None,
-                host_pinned_bytes=None if self.model.lean is None else self.model.lean.host_bytes(),
+                host_pinned_bytes=self.model.host_pinned_bytes(),
             ),
             quantization=Quantization(
                 requested=self.config.model.quantization,

@@ -31,8 +31,8 @@ def memory_parts(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict
         parts["optimizer"] += sum(
             value.numel() * value.element_size() for value in state.values() if isinstance(value, torch.Tensor)
         )
-    if model.lean is not None:
-        parts["host_pinned"] = model.lean.host_bytes()
+    if (pinned := model.host_pinned_bytes()) is not None:
+        parts["host_pinned"] = pinned
     return parts
 
 
