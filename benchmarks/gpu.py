@@ -1,6 +1,7 @@
 """Long context on one card: ours and what a user would pick instead, side by side, in one call. Needs a CUDA device.
 
-    python benchmarks/gpu.py [--out benchmarks/results/gpu-lean.json] [--budget-s 560] [--full] [--only NAME ...]
+    python benchmarks/gpu.py [--out benchmarks/results/gpu-lean.json] [--budget-s 560] [--full]
+        [--only PROCESS ...] [--jobs JOB ...]
 
 Each contender is a process of its own (`gpu_ours.py`, `gpu_peers.py`) and loads the same checkpoint of random weights
 of a named shape. Times are of whole updates (batch 1, LoRA of rank 16 on the seven linears, AdamW) after a warm-up;
@@ -113,6 +114,15 @@ def processes(full: bool) -> list[Process]:
     return planned
 
 
+def chosen(planned: list[Process], only: list[str] | None, jobs: list[str] | None) -> list[Process]:
+    """Return the processes and jobs of these names (None: all); a process without a job left is not run."""
+    kept = [process for process in planned if not only or process.name in only]
+    if jobs:
+        kept = [each._replace(jobs=[job for job in each.jobs if job["name"] in jobs]) for each in kept]
+        kept = [each for each in kept if each.jobs or each.name == "ceilings"]
+    return kept
+
+
 def run(process: Process, checkpoints: Path) -> list[dict[str, Any]]:
     """Run a process and return its results; one that fails or runs out of time is a result that says so."""
     folder = checkpoints / "-".join(process.checkpoint)
@@ -158,6 +168,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="also 131,072 tokens, a 0.6B shape and a bf16 base")
     parser.add_argument("--call", default="ours and the peers", help="what docs/performance.md calls this call")
     parser.add_argument("--only", nargs="*", help="names of processes")
+    parser.add_argument("--jobs", nargs="*", help="names of jobs")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("error: this benchmark needs a CUDA device, and torch finds none")
@@ -172,9 +183,7 @@ def main() -> None:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="traceforge-gpu-") as folder:
-        for process in processes(options.full):
-            if options.only and process.name not in options.only:
-                continue
+        for process in chosen(processes(options.full), options.only, options.jobs):
             left_s = options.budget_s - (time.perf_counter() - started)
             if left_s < process.limit_s * 0.75:
                 result["not_run"].append(process.name)

@@ -4,7 +4,8 @@
 
 A job is {"name", "work": {"sft": T} | {"pair": [P, R]} | {"turns": [n, T]} | {"apart": [n, T]}, "cap_gib", "repeats",
 "warmups", "recompute", "tile", "path", "profile", "copies"}. An update is what training makes: plan, forward, backward,
-clip, AdamW. A cap holds for the updates, not for loading. `apart` runs the samples of `turns` one by one.
+clip, AdamW (its moments on the host where the weights are streamed). A cap holds for the updates, not for loading.
+`apart` runs the samples of `turns` one by one.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ def main() -> None:
     jobs = json.load(sys.stdin)
     started = time.perf_counter()
     model = load(folder, placement, jobs[0].get("path", "lean"))
-    optimizer = build_optimizer(model.trainable(), OptimizerSettings(learning_rate=1e-5))
+    moments = OptimizerSettings(learning_rate=1e-5, offload_state=placement == "streamed")
+    optimizer = build_optimizer(model.trainable(), moments)
     print(f"loaded in {time.perf_counter() - started:.1f} s: {model.effective_path()}; {model.path_reason}", flush=True)
     for job in jobs:
         job["placement"] = placement
