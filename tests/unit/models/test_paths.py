@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tests.tiny_models import random_samples, tiny_language_model
@@ -131,3 +133,21 @@ def test_streamed_weights_have_left_their_modules():
     model = tiny_language_model()
     model.lean = LeanNetwork(model.model, model.device, model.dtype, LeanOptions(placement="streamed"))
     assert all(getattr(module, "base_layer", module).weight.numel() == 0 for _, module in lean._linears(model.base))
+
+
+def test_a_quantisation_that_leaves_linears_in_16_bits_is_refused_by_name():
+    from traceforge.models.load import ModelLocation, _prepare_4bit
+
+    class Linear4bit(torch.nn.Module):  # what bitsandbytes calls its linears
+        pass
+
+    network = tiny_language_model(adapter=False).base
+    location = ModelLocation("some/model", Path("folder"), None, None, "local_folder")
+    for layer in network.base_model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name in [name for name, module in part.named_children() if type(module) is torch.nn.Linear]:
+                setattr(part, name, Linear4bit())
+    _prepare_4bit(network, location)
+    network.base_model.layers[1].mlp.down_proj = torch.nn.Linear(4, 4)
+    with pytest.raises(ModelError, match=r"1 of 14 linears stayed unquantised.*layers\.1\.mlp\.down_proj"):
+        _prepare_4bit(network, location)
