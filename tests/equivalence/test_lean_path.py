@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.equivalence import test_pairs_against_plain_branches as pair_tests
 from tests.equivalence.test_trees_against_plain_samples import CASES
 from tests.tiny_models import gradients, random_samples, reference_gradients, tiny_language_model
 
@@ -18,6 +19,7 @@ from traceforge.memory.offload import ActivationStore
 from traceforge.models import layer_parts, layers, rectangles
 from traceforge.models.lean import LeanNetwork, LeanOptions
 from traceforge.oracles.record import relative_l2
+from traceforge.training.methods import Simpo
 from traceforge.training.update import backward, plan_update
 
 FAMILIES = ("llama", "qwen3", "qwen2", "mistral")
@@ -146,6 +148,14 @@ def test_a_second_update_after_an_evaluation_is_right():
     with torch.no_grad():
         model.row_logprobs(row)
     assert_equal(*both(model, plain, CASES["several levels"]))
+
+
+@pytest.mark.parametrize("pairs", pair_tests.CASES.values(), ids=pair_tests.CASES.keys())
+def test_simpo_on_the_lean_path_is_simpo_on_plain_branches(pairs):
+    model = tiny_language_model("qwen3", dtype=torch.float64)
+    model.lean = LeanNetwork(model.model, model.device, model.dtype, LeanOptions(tile_tokens=16))
+    limits = {"loss_tolerance": 1e-10, "gradient_tolerance": 1e-10}
+    pair_tests.assert_same(model, pairs, Simpo(pair_tests.SETTINGS), pair_tests.simpo_formula, **limits)
 
 
 def test_nothing_is_read_of_what_the_slab_held_before():
