@@ -61,8 +61,11 @@ conformance: setup ## the same updates as TRL and Accelerate, and as plain sampl
 	@echo "== conformance"
 	$(PYTEST) tests/conformance tests/equivalence
 
-gpu: setup ## tests that need a CUDA device; without one they fail
+gpu: setup ## tests that need a CUDA device (without one they fail), then ours and the peers side by side
+	@$(BIN)/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "error: torch finds no CUDA device")'
 	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python benchmarks/gpu.py --full
+	$(BIN)/python benchmarks/gpu_table.py
 
 bench: setup ## reading speed of `traceforge ingest`; prefix trees and preference pairs against TRL (needs a quiet machine)
 	$(BIN)/python benchmarks/ingest.py

@@ -64,6 +64,10 @@ class EvaluationError(TraceForgeError, RuntimeError):
     """An evaluation set has no trained token, or its loss cannot be formed."""
 
 
+class HostMemoryError(TraceForgeError, MemoryError):
+    """Host memory that a technique needs cannot be had: over its budget, or the system refuses to give or lock it."""
+
+
 class RankError(TraceForgeError, RuntimeError):
     """A rank could not be started, could not meet the others, or ended; the message names it."""
 

@@ -10,6 +10,10 @@ import pytest
 import torch
 from tests.tiny_models import gradients, random_samples, reference_gradients, tiny_language_model
 
+from traceforge.config import MemorySettings
+from traceforge.errors import TrainingError
+from traceforge.memory.offload import ActivationStore
+from traceforge.memory.recompute import recompute_layers
 from traceforge.oracles.record import relative_l2
 from traceforge.training.update import backward, plan_update
 
@@ -76,9 +80,57 @@ def test_the_chunk_of_the_head_does_not_change_the_update(chunk):
     assert_same_update(model, random_samples(LENGTHS), tokens_per_row=64)
 
 
-def test_recomputed_layers_give_the_same_update():
-    from traceforge.memory.recompute import recompute_layers
+@pytest.mark.parametrize("adapter", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_layer_inputs_on_the_host_change_nothing_bit_for_bit(adapter, dropout):
+    """Dropout masks, a frozen or trained embedding, several rows of different lengths, an evaluation in between."""
+    found = []
+    for on_host in (False, True):
+        model = tiny_language_model("llama", adapter=adapter, dropout=dropout, attention="packed")
+        store = model.input_store(MemorySettings(recompute_layers=True, offload_inputs=True)) if on_host else None
+        recompute_layers(model.base.base_model.layers, store)
+        model.model.train()
+        torch.manual_seed(5)
+        update = plan_update(model, random_samples(LENGTHS, weighted=True), tokens_per_row=64)
+        with torch.no_grad():
+            model.row_logprobs(update.rows[0])
+        loss = backward(model, update)
+        after = torch.rand(1)
+        found.append((loss, gradients(model.model), after))
+        assert (model.host_pinned_bytes() or 0) > 0 if on_host else model.host_pinned_bytes() is None
+    (loss, grads, after), (loss_host, grads_host, after_host) = found
+    assert loss == loss_host
+    assert grads.keys() == grads_host.keys()
+    assert all(torch.equal(grads[name], grads_host[name]) for name in grads)
+    assert torch.equal(after, after_host), "the generator's state is as after a run without recompute"
 
+
+def test_planted_a_layer_input_that_comes_back_wrong_is_seen(monkeypatch):
+    real = ActivationStore.save
+    monkeypatch.setattr(ActivationStore, "save", lambda store, number, name, x: real(store, 0, name, x))
+    found = []
+    for on_host in (False, True):
+        model = tiny_language_model("llama")
+        store = model.input_store(MemorySettings(recompute_layers=True, offload_inputs=True)) if on_host else None
+        recompute_layers(model.base.base_model.layers, store)
+        backward(model, plan_update(model, random_samples(LENGTHS), tokens_per_row=64))
+        found.append(gradients(model.model))
+    assert max(relative_l2(found[1][name], found[0][name]) for name in found[0]) > 1e-2
+
+
+def test_a_second_forward_before_the_backward_is_refused_by_name_when_inputs_are_on_the_host():
+    model = tiny_language_model("llama")
+    recompute_layers(
+        model.base.base_model.layers, model.input_store(MemorySettings(recompute_layers=True, offload_inputs=True))
+    )
+    (row,) = model.rows(random_samples((9,)), tokens_per_row=9)
+    first, _ = model.row_logprobs(row)
+    model.row_logprobs(row)
+    with pytest.raises(TrainingError, match="another forward pass"):
+        first.sum().backward()
+
+
+def test_recomputed_layers_give_the_same_update():
     model = tiny_language_model("qwen3")
     assert recompute_layers(model.base.base_model.layers) == 2
     model.model.train()

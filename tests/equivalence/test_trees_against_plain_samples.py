@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.equivalence.test_rows_against_plain_samples import assert_same_update
 from tests.tiny_models import tiny_language_model
 
-from traceforge.models import attention, kernels, language_model
+from traceforge.models import attention, kernels, language_model, rectangles
 from traceforge.samples import prefix_tree
 from traceforge.samples.rows import Path, Piece, attention_pieces
 from traceforge.samples.tokens import Sample
@@ -215,7 +215,7 @@ def test_planted_parts_merged_without_their_log_sum_exp_are_seen(monkeypatch):
     def average(output, logsumexp, part, part_lse):
         output.add_(part).mul_(0.5)
 
-    monkeypatch.setattr(attention, "_merge", average)
+    monkeypatch.setattr(rectangles, "_merge", average)
     assert_update_differs(model)
 
 

@@ -133,3 +133,24 @@ def test_the_settings_import_no_torch():
     program = "import sys, traceforge.config; print('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"memory": {"path": "generic", "placement": "streamed"}}, ("memory.path", "placement")),
+        ({"memory": {"path": "generic", "recompute_attention": True}}, ("memory.path", "recompute_attention")),
+        ({"memory": {"offload_inputs": True}}, ("offload_inputs", "recompute_layers")),
+        ({"memory": {"path": "lean", "recompute_layers": True}}, ("memory.path", "recompute_layers")),
+        ({"memory": {"placement": "streamed", "recompute_layers": True}}, ("placement", "recompute_layers")),
+        ({"memory": {"path": "lean"}, "adapter": {"kind": "none"}}, ("memory.path", "adapter.kind")),
+        ({"memory": {"path": "lean"}, "model": {"attention": "plain"}}, ("memory.path", "model.attention")),
+    ],
+    ids=str,
+)
+def test_settings_of_two_paths_through_the_layers_exclude_each_other(changes, named):
+    raw = {"model": {"name_or_path": "m"}, "data": {"train": "d"}}
+    raw = {**raw, **changes, "model": {**raw["model"], **changes.get("model", {})}}
+    with pytest.raises(ConfigError) as caught:
+        parse_run(raw, source="run.toml")
+    assert all(name in str(caught.value) for name in named)

@@ -192,6 +192,16 @@ class Attention(EvidencePart):
     reason: str | None = None
 
 
+class LayerPath(EvidencePart):
+    """Which way rows took through the layers: the model's own code or the lean one, and how."""
+
+    requested: str
+    effective: str
+    reason: str | None = None
+    host_pinned_bytes: int | None = None
+    """Page-locked host memory held: streamed weights, activations, vocabulary tables. null = the generic path."""
+
+
 class Quantization(EvidencePart):
     """What is really held in 4 bits, counted on the loaded modules."""
 
@@ -228,6 +238,7 @@ class Techniques(EvidencePart):
     """What ran to save memory or time. None of it may change a result."""
 
     attention: Attention | None = None
+    path: LayerPath | None = None
     quantization: Quantization | None = None
     packing: Packing | None = None
     recompute_layers: bool | None = None

@@ -139,6 +139,10 @@ def technique_facts(techniques: Techniques) -> Facts:
     if (attention := techniques.attention) is not None:
         reason = f": {clip(attention.reason, 600)}" if attention.reason else ""
         lines.append(("attention", f"{attention.effective} (asked for: {attention.requested}){reason}"))
+    if (path := techniques.path) is not None:
+        reason = f": {clip(path.reason, 600)}" if path.reason else ""
+        held = "" if path.host_pinned_bytes is None else f", {size(path.host_pinned_bytes)} of page-locked host memory"
+        lines.append(("layers", f"{path.effective} (asked for: {path.requested}){reason}{held}"))
     if (quantization := techniques.quantization) is not None:
         held = f"{integer(quantization.quantized_modules)} modules, {size(quantization.quantized_bytes)}"
         lines.append(("held in 4 bits", "nothing" if not quantization.quantized_modules else held))
@@ -147,7 +151,7 @@ def technique_facts(techniques: Techniques) -> Facts:
         lines.append(("packing", f"{integer(packing.rows)} rows, {integer(packing.row_tokens)} tokens computed{mean}"))
         if packing.sample_tokens is not None:
             lines.append(("shared prefixes", _shared(packing.sample_tokens, packing.row_tokens, packing.forks)))
-    shown = {"attention": None, "quantization": None, "packing": None}
+    shown = {"attention": None, "path": None, "quantization": None, "packing": None}
     return lines + facts(techniques.model_copy(update=shown))
 
 

@@ -84,7 +84,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logz_C = torch.logsumexp(logits_CV, dim=-1)
                 logps.append(logits_CV.gather(1, target_C1)[:, 0] - logz_C)
                 if derivative_ND is not None:
-                    d_raw_CV = _d_logp_d_raw(logits_CV, logz_C, target_C1, head)
+                    d_raw_CV = d_logp_d_raw(logits_CV, logz_C, target_C1, head)
                     derivative_ND[part] = (d_raw_CV.to(head.dtype) @ head.weight_VD.to(head.dtype)).to(hidden_ND.dtype)
         ctx.save_for_backward(*((derivative_ND,) if keep else (hidden_ND, targets_N)))
         if logps:
@@ -109,7 +109,7 @@ def _backward_through_head(ctx: Any, grad_N: Tensor) -> tuple[Tensor, Tensor, Te
     for part in _chunks(hidden_ND.shape[0], ctx.chunk_tokens):
         logits_CV = head.logits(hidden_ND[part])
         logz_C = torch.logsumexp(logits_CV, dim=-1)
-        d_raw_CV = _d_logp_d_raw(logits_CV, logz_C, targets_N[part, None], head) * grad_N[part, None]
+        d_raw_CV = d_logp_d_raw(logits_CV, logz_C, targets_N[part, None], head) * grad_N[part, None]
         narrow_CV = d_raw_CV.to(head.dtype)
         d_hidden_ND[part] = (narrow_CV @ head.weight_VD.to(head.dtype)).to(hidden_ND.dtype)
         d_weight_VD += (narrow_CV.T @ hidden_ND[part].to(head.dtype)).to(d_weight_VD.dtype)
@@ -118,7 +118,7 @@ def _backward_through_head(ctx: Any, grad_N: Tensor) -> tuple[Tensor, Tensor, Te
     return d_hidden_ND, d_weight_VD, d_bias_V
 
 
-def _d_logp_d_raw(logits_CV: Tensor, logz_C: Tensor, target_C1: Tensor, head: Head) -> Tensor:
+def d_logp_d_raw(logits_CV: Tensor, logz_C: Tensor, target_C1: Tensor, head: Head) -> Tensor:
     """Return d(logp)/d(h W' + b) [C, V]: one-hot minus softmax, through soft cap and scale."""
     derivative_CV = torch.exp(logits_CV - logz_C[:, None]).neg_()
     derivative_CV.scatter_add_(1, target_C1, torch.ones_like(target_C1, dtype=derivative_CV.dtype))

@@ -7,7 +7,8 @@ l2, are together
 
     l = log(exp(l1) + exp(l2))        o = o1 exp(l1 - l) + o2 exp(l2 - l)
 
-and the backward of each rectangle, called with the merged o and l, gives its exact part of the gradient.
+(`rectangles.py`), and the backward of each rectangle, called with the merged o and l, gives its exact part of the
+gradient.
 
 The function is registered with transformers as `NAME`; how a row is attended to travels with the call as the keyword
 `row_layout`. A row of one path is one causal rectangle: the plain kernel and nothing else. On CUDA a row with many
@@ -23,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
-from traceforge.models import block_sparse
+from traceforge.models import block_sparse, rectangles
 from traceforge.models.kernels import Task, assign_kernels
-from traceforge.samples.rows import Piece, Row, attention_pieces
+from traceforge.samples.rows import Row, attention_pieces
 
 NAME = "traceforge_tree"
 LAYOUT_KEYWORD = "row_layout"
@@ -91,22 +92,7 @@ def tree_attention(
 class _MergedPieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tasks: tuple[Task, ...], scale: float) -> Tensor:
-        if len(tasks) == 1:
-            output, logsumexp = tasks[0].kernel.forward(query, key, value, causal=True, scale=scale)
-        else:
-            wide = torch.promote_types(query.dtype, torch.float32)
-            merged = torch.empty_like(query, dtype=wide)
-            logsumexp = torch.empty(query.shape[:-1], dtype=wide, device=query.device)
-            for piece, kernel in tasks:
-                queries, keys = _ranges(piece)
-                part, part_lse = kernel.forward(
-                    query[:, :, queries], key[:, :, keys], value[:, :, keys], causal=piece.causal, scale=scale
-                )
-                if piece.causal:  # the first part of these queries
-                    merged[:, :, queries], logsumexp[:, :, queries] = part, part_lse
-                else:
-                    _merge(merged[:, :, queries], logsumexp[:, :, queries], part, part_lse)
-            output = merged.to(query.dtype)
+        output, logsumexp = rectangles.attend(query, key, value, tasks, scale)
         ctx.save_for_backward(query, key, value, output, logsumexp)
         ctx.tasks, ctx.scale = tasks, scale
         return output
@@ -114,38 +100,8 @@ class _MergedPieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp = ctx.saved_tensors
-        tasks, scale = ctx.tasks, ctx.scale
-        if len(tasks) == 1:
-            found = tasks[0].kernel.backward(grad, (query, key, value), output, logsumexp, causal=True, scale=scale)
-            return (*found, None, None)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        d_query, d_key, d_value = (torch.zeros_like(each, dtype=wide) for each in (query, key, value))
-        for piece, kernel in tasks:
-            queries, keys = _ranges(piece)
-            part = kernel.backward(
-                grad[:, :, queries],
-                (query[:, :, queries], key[:, :, keys], value[:, :, keys]),
-                output[:, :, queries],
-                logsumexp[:, :, queries],
-                causal=piece.causal,
-                scale=scale,
-            )
-            d_query[:, :, queries] += part[0]
-            d_key[:, :, keys] += part[1]
-            d_value[:, :, keys] += part[2]
-        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None
-
-
-def _ranges(piece: Piece) -> tuple[slice, slice]:
-    return slice(piece.query_start, piece.query_stop), slice(piece.key_start, piece.key_stop)
-
-
-def _merge(output: Tensor, logsumexp: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add one more rectangle to the running output and log-sum-exp of its queries, in place."""
-    total = torch.logaddexp(logsumexp, part_lse)
-    output.mul_(torch.exp(logsumexp - total)[..., None])
-    output.addcmul_(part.to(output.dtype), torch.exp(part_lse - total)[..., None])
-    logsumexp.copy_(total)
+        found = rectangles.attend_backward(grad, (query, key, value), output, logsumexp, ctx.tasks, ctx.scale)
+        return (*found, None, None)
 
 
 def _no_mask(*args: Any, attention_mask: Tensor | None = None, **keywords: Any) -> None:

@@ -10,6 +10,7 @@ float32 (float64 stays).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -218,14 +219,14 @@ def assign_kernels(
 ) -> tuple[Task, ...]:
     """Return the rectangles of a row with the kernel of each.
 
-    Where cuDNN runs, a large rectangle is cut: its part of bucketed length goes to cuDNN, the rests to flash. The
-    rectangles still cover the same queries and keys once, and each query's causal part still comes first.
+    Where cuDNN runs and is the fastest, a large rectangle is cut: its part of bucketed length goes to cuDNN, the rests
+    to flash. The rectangles still cover the same queries and keys once, and each query's causal part still comes first.
     """
     if device.type == "cpu":
         return tuple(Task(piece, _CPU_FLASH) for piece in pieces)
     if dtype not in (torch.bfloat16, torch.float16):
         return tuple(Task(piece, _CUDA_EFFICIENT) for piece in pieces)
-    if not cudnn_works(device, dtype, head_size):
+    if not cudnn_is_fastest(device, dtype, head_size):
         return tuple(Task(piece, _CUDA_FLASH) for piece in pieces)
     tasks = [task for piece in pieces for task in _cut_for_cudnn(piece)]
     return tuple(sorted(tasks, key=lambda task: not task.piece.causal))
@@ -254,6 +255,36 @@ def _cut_for_cudnn(piece: Piece) -> list[Task]:
         for each in parts
         if each.piece.query_start < each.piece.query_stop and each.piece.key_start < each.piece.key_stop
     ]
+
+
+_TRIAL_TOKENS, _TRIAL_REPEATS = 8192, 3
+
+
+@cache
+def cudnn_is_fastest(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Return whether cuDNN's attention runs here, is right, and beats flash attention in a short start-up trial.
+
+    Cost: under a second, once a process.
+    """
+    if not cudnn_works(device, dtype, head_size):
+        return False
+    return trial_s(_CUDNN, device, dtype, head_size) < trial_s(_CUDA_FLASH, device, dtype, head_size)
+
+
+def trial_s(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int) -> float:
+    """Return the seconds of one forward and backward of a kernel over a causal row of eight heads on two."""
+    query, key, value, grad = (
+        torch.randn(1, heads, _TRIAL_TOKENS, head_size, device=device, dtype=dtype) for heads in (8, 2, 2, 8)
+    )
+    started = 0.0
+    for repeat in range(_TRIAL_REPEATS + 1):
+        if repeat == 1:  # the first one plans
+            torch.cuda.synchronize(device)
+            started = time.perf_counter()
+        output, lse = kernel.forward(query, key, value, causal=True, scale=head_size**-0.5)
+        kernel.backward(grad, (query, key, value), output, lse, causal=True, scale=head_size**-0.5)
+    torch.cuda.synchronize(device)
+    return (time.perf_counter() - started) / _TRIAL_REPEATS
 
 
 @cache

@@ -7,25 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from traceforge.config import RunConfig
+from traceforge.config import MemorySettings, RunConfig
 from traceforge.errors import DisagreementError, ModelError
+from traceforge.memory.normed_logprobs import normed_logprobs
+from traceforge.memory.offload import ActivationStore, Lanes
+from traceforge.memory.pinned import Slab
 from traceforge.memory.recompute import recompute_layers
 from traceforge.memory.token_logprobs import Head, token_logprobs
 from traceforge.models import attention
 from traceforge.models.adapters import add_adapter
+from traceforge.models.lean import LeanNetwork, LeanOptions, why_not_lean
 from traceforge.models.load import ModelLocation, load_base
 from traceforge.samples.prefix_tree import build_rows
 from traceforge.samples.rows import Row
 from traceforge.samples.tokens import Sample
 
 Layout = Literal["tree", "packed", "plain"]
+Measured = TypeVar("Measured")
 _LAYOUTS: tuple[Layout, ...] = ("tree", "packed", "plain")
 
 _SELF_TEST_TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 8e-2, torch.float16: 2e-2}
@@ -51,6 +56,9 @@ class LanguageModel:
         layout_reason: why, for the evidence.
         logits_chunk_tokens: see `token_logprobs`.
         kernels_run: names of the attention kernels that rows have taken so far, for the evidence.
+        lean: the same weights on the lean path, if rows take it.
+        inputs_on_host: where the generic path's layer inputs wait, if not on the device.
+        path_reason: why they do or do not, for the evidence.
     """
 
     model: nn.Module
@@ -60,6 +68,9 @@ class LanguageModel:
     layout_reason: str = ""
     logits_chunk_tokens: int = 512
     kernels_run: set[str] = field(default_factory=set)
+    lean: LeanNetwork | None = None
+    inputs_on_host: Slab | None = None
+    path_reason: str = ""
 
     @property
     def base(self) -> nn.Module:
@@ -78,10 +89,30 @@ class LanguageModel:
         return [row for sample in samples for row in build_rows([sample], tokens_per_row=tokens_per_row)]
 
     def effective_attention(self) -> str:
-        """Return the layout and the kernel that really run, for the evidence."""
+        """Return the layout and the kernels that really run, for the evidence."""
         if self.layout == "plain":
             return f"plain ({self.base.config._attn_implementation})"
         return f"{self.layout} ({', '.join(sorted(self.kernels_run))})"
+
+    def effective_path(self) -> str:
+        """Return the path that rows really take, and how, for the evidence."""
+        if self.lean is not None:
+            return f"lean ({self.lean.describe()})"
+        return "generic" if self.inputs_on_host is None else "generic (layers recomputed, their inputs on the host)"
+
+    def host_pinned_bytes(self) -> int | None:
+        """Return the page-locked host memory held now, None where no technique uses any."""
+        if self.lean is not None:
+            return self.lean.host_bytes()
+        return None if self.inputs_on_host is None else self.inputs_on_host.num_bytes
+
+    def input_store(self, memory: MemorySettings) -> ActivationStore | None:
+        """Return where layer inputs wait if they leave the device, and remember it."""
+        if not memory.offload_inputs:
+            return None
+        budget = None if memory.pinned_gib is None else int(memory.pinned_gib * 2**30)
+        self.inputs_on_host = Slab(self.device, "layer inputs", budget)
+        return ActivationStore(Lanes(self.device), self.inputs_on_host)
 
     def row_logprobs(self, row: Row) -> tuple[Tensor, Tensor]:
         """Return log-probability [N] and weight [N] of the row's trained tokens, in row order.
@@ -91,11 +122,24 @@ class LanguageModel:
         targets_N = row.targets_N()
         parents_N = row.parents_T[targets_N]
         assert (parents_N >= 0).all(), "a root token has no parent to be predicted from"
-        hidden_TD = self._hidden(row)
-        hidden_ND = hidden_TD[self._tensor(parents_N)]
-        target_ids_N = self._tensor(row.token_ids_T[targets_N])
-        logp_N = token_logprobs(hidden_ND, target_ids_N, self.head(), chunk_tokens=self.logits_chunk_tokens)
+        read = self._lean_logprobs if self.lean is not None else self._generic_logprobs
+        logp_N = read(row, self._tensor(parents_N), self._tensor(row.token_ids_T[targets_N]))
         return logp_N, torch.as_tensor(row.weights_T[targets_N], device=self.device)
+
+    def _generic_logprobs(self, row: Row, parents_N: Tensor, target_ids_N: Tensor) -> Tensor:
+        hidden_ND = self._hidden(row)[parents_N]
+        return token_logprobs(hidden_ND, target_ids_N, self.head(), chunk_tokens=self.logits_chunk_tokens)
+
+    def _lean_logprobs(self, row: Row, parents_N: Tensor, target_ids_N: Tensor) -> Tensor:
+        lean = self.lean
+        assert lean is not None
+        tasks = lean.tasks(row.paths)
+        self.kernels_run |= {task.kernel.name for task in tasks}
+        hidden_TD = lean.hidden_states(self._tensor(row.token_ids_T), self._tensor(row.depths_T), tasks)
+        head = replace(self.head(), weight_VD=lean.output.whole())
+        return normed_logprobs(
+            hidden_TD, parents_N, target_ids_N, head, lean.final_norm, chunk_tokens=self.logits_chunk_tokens
+        )
 
     def head(self) -> Head:
         """Return the output layer as it is now (its weights may be trained)."""
@@ -161,6 +205,15 @@ def load_language_model(config: RunConfig, location: ModelLocation, device: torc
             hint="lower data.max_tokens or use a model with longer positions",
         )
     dtype = getattr(torch, config.model.dtype)
+    if (
+        dtype == torch.bfloat16
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        raise ModelError(
+            f"model.dtype = 'bfloat16': {torch.cuda.get_device_name(device)} has no bfloat16",
+            hint="set model.dtype = 'float16' (its loss is scaled automatically) or 'float32'",
+        )
     language_model = LanguageModel(network, device, dtype, logits_chunk_tokens=config.memory.logits_chunk_tokens)
     check_head(language_model)
     choose_layout(language_model, config.model.attention)
@@ -171,8 +224,53 @@ def load_language_model(config: RunConfig, location: ModelLocation, device: torc
                 f"memory.recompute_layers: {type(base).__name__} has no list `layers`",
                 hint="set memory.recompute_layers = false",
             )
-        recompute_layers(layers)
+        recompute_layers(layers, language_model.input_store(config.memory))
+    choose_path(language_model, config.memory)
     return language_model
+
+
+def choose_path(model: LanguageModel, memory: MemorySettings) -> None:
+    """Put rows on the lean path where that is asked for, or is admitted and pays (on a GPU).
+
+    A small tree is run on both paths first: on the loaded weights they must agree.
+
+    Raises:
+        ModelError: the lean path, or a setting that only it honours, was asked for and the model does not admit it.
+        DisagreementError: the two paths differ by more than rounding.
+    """
+    needs_lean = memory.path == "lean" or memory.placement == "streamed" or memory.recompute_attention
+    refusal = why_not_lean(model.model)
+    if refusal is None and model.layout == "plain":
+        refusal = f"samples run in the plain layout ({model.layout_reason})"
+    if refusal is None and memory.recompute_layers:
+        refusal = "memory.recompute_layers = true"
+    if refusal is not None and needs_lean:
+        raise ModelError(
+            f"memory.path = {memory.path!r}, memory.placement = {memory.placement!r}, memory.recompute_attention = "
+            f"{memory.recompute_attention} need the lean path: {refusal}",
+            hint="set memory.path = 'generic', memory.placement = 'resident' and memory.recompute_attention = false",
+        )
+    if refusal is None and not needs_lean and (memory.path == "generic" or model.device.type != "cuda"):
+        refusal = "asked for" if memory.path == "generic" else f"the lean path pays on a GPU, this is {model.device}"
+    if refusal is not None:
+        model.path_reason = refusal
+        return
+    options = LeanOptions(
+        placement=memory.placement,
+        recompute_attention=memory.recompute_attention,
+        tile_tokens=memory.tile_tokens,
+        pinned_bytes=None if memory.pinned_gib is None else int(memory.pinned_gib * 2**30),
+    )
+    generic = _quietly(model, _probe_logprobs)
+    model.lean = LeanNetwork(model.model, model.device, model.dtype, options)
+    difference = float((_quietly(model, _probe_logprobs) - generic).abs().max())
+    limit = _ROWS_SELF_TEST_TOLERANCE.get(model.dtype, 2e-4)
+    if not difference <= limit:
+        raise DisagreementError(
+            f"the lean path differs from the model's own layers by {difference:.1e} nats (limit {limit:.0e})",
+            hint="set memory.path = 'generic'",
+        )
+    model.path_reason = f"self-test: {difference:.1e} nats from the generic path (limit {limit:.0e})"
 
 
 def choose_layout(model: LanguageModel, requested: Layout | Literal["auto"]) -> None:
@@ -246,15 +344,9 @@ def _head_against_logits(model: LanguageModel) -> float:
 
 
 def _rows_against_alone(model: LanguageModel) -> float:
-    """Compare one row of five samples (two levels of forks, one inside another, a second tree) with each alone."""
-    trunk, branch, twig, other = (_probe_ids(model, length, seed) for seed, length in enumerate((9, 6, 4, 7)))
-    endings: tuple[Any, ...] = ([], branch, np.concatenate([branch[:3], twig]), twig, None)
-    probes = [
-        _probe(number, other if ending is None else np.concatenate([trunk, ending]).astype(np.int64))
-        for number, ending in enumerate(endings)
-    ]
-    size = sum(probe.num_tokens for probe in probes)
-    (row,) = build_rows(probes, tokens_per_row=size, share=model.layout == "tree")
+    """Compare the probe row with each of its samples alone."""
+    row, probes = _probe_row(model)
+    size = row.num_tokens
     together_N, _ = model.row_logprobs(row)
     by_position = dict(zip(row.targets_N().tolist(), together_N.tolist(), strict=True))
     worst = 0.0
@@ -266,8 +358,25 @@ def _rows_against_alone(model: LanguageModel) -> float:
     return worst
 
 
+def _probe_logprobs(model: LanguageModel) -> Tensor:
+    return model.row_logprobs(_probe_row(model)[0])[0]
+
+
+def _probe_row(model: LanguageModel) -> tuple[Row, list[Sample]]:
+    """Return a row of five samples (two levels of forks, one inside another, a second tree), and the samples."""
+    trunk, branch, twig, other = (_probe_ids(model, length, seed) for seed, length in enumerate((9, 6, 4, 7)))
+    endings: tuple[Any, ...] = ([], branch, np.concatenate([branch[:3], twig]), twig, None)
+    probes = [
+        _probe(number, other if ending is None else np.concatenate([trunk, ending]).astype(np.int64))
+        for number, ending in enumerate(endings)
+    ]
+    size = sum(probe.num_tokens for probe in probes)
+    (row,) = build_rows(probes, tokens_per_row=size, share=model.layout == "tree")
+    return row, probes
+
+
 def _probe_ids(model: LanguageModel, length: int, seed: int) -> np.ndarray:
-    vocabulary = model.base.get_input_embeddings().weight.shape[0]
+    vocabulary = model.base.config.vocab_size
     return np.random.default_rng(seed).integers(0, vocabulary, length)
 
 
@@ -277,7 +386,7 @@ def _probe(number: int, ids_S: np.ndarray) -> Sample:
     return Sample(f"probe#{number}", f"probe#{number}", "probe", ids_S, weights_S)
 
 
-def _quietly(model: LanguageModel, measure: Callable[[LanguageModel], float]) -> float:
+def _quietly(model: LanguageModel, measure: Callable[[LanguageModel], Measured]) -> Measured:
     """Run `measure` without gradients or dropout and put the training flags back."""
     flags = [(module, module.training) for module in model.model.modules()]
     model.model.eval()

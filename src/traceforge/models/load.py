@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from traceforge.config import AdapterSettings, ModelSettings
+from traceforge.config import LINEAR_MODULES, AdapterSettings, ModelSettings
 from traceforge.errors import HubError, ModelError
 from traceforge.hashes import folder_sha256
 
@@ -160,9 +160,21 @@ def _prepare_4bit(model: nn.Module, location: ModelLocation) -> None:
             f"{location.id}: model.quantization = 'nf4' was asked for, but no linear came out in 4 bits",
             hint="set model.quantization = 'none'",
         )
+    left = [name for name, module in model.named_modules() if _stayed_wide(name, module)]
+    if left:
+        raise ModelError(
+            f"{location.id}: model.quantization = 'nf4' was asked for, but {len(left)} of {len(left) + len(layers)} "
+            f"linears stayed unquantised, for example {left[0]}",
+            hint="its quantization_config skips them: take another checkpoint, or this one as it is with "
+            "model.quantization = 'none'",
+        )
     for layer in layers:
         # On CPUs with AVX512-BF16 an eval-mode forward would repack the weights in place and ruin later gradients.
         layer.support_avx512bf16_for_cpu = False
+
+
+def _stayed_wide(name: str, module: nn.Module) -> bool:
+    return name.rsplit(".", 1)[-1] in LINEAR_MODULES and type(module) is nn.Linear
 
 
 def linears_4bit(model: nn.Module) -> list[nn.Module]:

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 from traceforge import __version__
-from traceforge.config import RunConfig, SimpoObjective
+from traceforge.config import MemorySettings, RunConfig, SimpoObjective
 from traceforge.errors import DisagreementError, TraceForgeError, TrainingError, UsageError
 from traceforge.evidence.recorder import create_run_folder
 from traceforge.evidence.storage import to_json, write_whole
@@ -213,10 +213,13 @@ def _run_both(
     name, location = oracle
     order, lists = work
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_language_model(config, location, device)
+    model = stock = load_language_model(config, location, device)
+    if model.lean is not None:  # the oracle runs the network's own modules, whose weights the lean path moves away
+        generic = config.model_copy(update={"memory": MemorySettings(path="generic")})
+        stock = load_language_model(generic, location, device)
     num_updates = f"{len(lists)} update{'s' if len(lists) > 1 else ''}"
     console.print(f"{num_updates} by {name}, on a copy of the network", markup=False)
-    theirs = run_oracle(name, model, lists, told)
+    theirs = run_oracle(name, stock, lists, told)
     console.print(f"{num_updates} by this project", markup=False)
     ours = trace_our_run(model, order, config, total_updates=len(lists))
     record = compare_traces(ours, theirs, REAL_WEIGHTS)

@@ -26,6 +26,7 @@ from traceforge.evidence.schema import (
     Evidence,
     Failure,
     Gpu,
+    LayerPath,
     Losses,
     MechanismMetrics,
     ModelIdentity,
@@ -283,10 +284,18 @@ class Attempt:
                 effective=self.model.effective_attention(),
                 reason=self.model.layout_reason,
             ),
+            path=LayerPath(
+                requested=self.config.memory.path,
+                effective=self.model.effective_path(),
+                reason=self.model.path_reason or None,
+                host_pinned_bytes=self.model.host_pinned_bytes(),
+            ),
             quantization=Quantization(
                 requested=self.config.model.quantization,
                 quantized_modules=len(four_bit),
-                quantized_bytes=sum(layer.weight.numel() * layer.weight.element_size() for layer in four_bit),
+                quantized_bytes=sum(layer.weight.numel() * layer.weight.element_size() for layer in four_bit)
+                if self.model.lean is None
+                else self.model.lean.quantized_bytes,
             ),
             packing=Packing(
                 rows=job.rows_run,

@@ -14,7 +14,10 @@ from traceforge.models.language_model import LanguageModel
 
 
 def memory_parts(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the bytes of base weights, trained weights, their gradients (float32) and optimizer state."""
+    """Return the bytes of base weights, trained weights, their gradients (float32) and optimizer state.
+
+    On the lean path what has moved to page-locked host memory stands apart, as `host_pinned`.
+    """
     trained = {id(parameter) for _, parameter in model.trainable()}
     parts = {"base_weights": 0, "trained_weights": 0, "gradients": 0, "optimizer": 0}
     for tensor in [*model.model.parameters(), *model.model.buffers()]:
@@ -28,6 +31,8 @@ def memory_parts(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict
         parts["optimizer"] += sum(
             value.numel() * value.element_size() for value in state.values() if isinstance(value, torch.Tensor)
         )
+    if (pinned := model.host_pinned_bytes()) is not None:
+        parts["host_pinned"] = pinned
     return parts
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from traceforge.config import OptimizerSettings, ScheduleSettings
 from traceforge.errors import ConfigError
+from traceforge.training.offloaded_adamw import OffloadedAdamW
 
 
 def learning_rate(settings: ScheduleSettings, peak: float, *, update: int, total_updates: int) -> float:
@@ -44,7 +46,9 @@ def build_optimizer(
         for members, decay in ((matrices, settings.weight_decay), (vectors, 0.0))
         if members
     ]
-    options = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.epsilon}
+    options: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.epsilon}
+    if settings.offload_state:
+        return OffloadedAdamW(groups, **options)
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, **options)
     try:

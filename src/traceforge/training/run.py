@@ -304,8 +304,8 @@ def _named(error: Exception) -> TraceForgeError:
     if isinstance(error, torch.OutOfMemoryError):
         return TrainingError(
             f"out of GPU memory: {str(error).splitlines()[0]}",
-            hint="lower data.max_tokens or training.tokens_per_row, set memory.recompute_layers = true, "
-            "or use model.quantization = 'nf4'",
+            hint="lower data.max_tokens or training.tokens_per_row, set memory.placement = 'streamed' (lean path) or "
+            "memory.recompute_layers = true (generic path), or use model.quantization = 'nf4'",
         )
     if isinstance(error, OSError):
         return StorageError(f"{error.filename or 'a file'}: {error.strerror or error}", hint="check space and rights")

@@ -19,6 +19,7 @@ from traceforge.evidence.schema import (
     Failure,
     Framework,
     Hardware,
+    LayerPath,
     Losses,
     MechanismMetrics,
     ModelIdentity,
@@ -212,6 +213,7 @@ def evidence(
         mechanism_metrics=metrics or MechanismMetrics(),
         techniques=Techniques() if dry_run else Techniques(
             attention=Attention(requested="auto", effective="tree (cpu SDPA pieces)", reason="self-test held"),
+            path=LayerPath(requested="auto", effective="generic", reason="the lean path pays on a GPU, this is cpu"),
             quantization=Quantization(requested="none", quantized_modules=0, quantized_bytes=0),
             packing=Packing(
                 rows=171, row_tokens=571_000, sample_tokens=5_139_000, forks=402, mean_samples_per_row=1.61

@@ -69,7 +69,7 @@ def test_only_rows_with_many_forks_on_cuda_in_16_bits_take_it():
 def test_rectangles_cut_for_cudnn_cover_the_same_pairs_and_start_with_the_causal_part(monkeypatch):
     from traceforge.models import kernels
 
-    monkeypatch.setattr(kernels, "cudnn_works", lambda *arguments: True)
+    monkeypatch.setattr(kernels, "cudnn_is_fastest", lambda *arguments: True)
     monkeypatch.setattr(kernels, "_KEY_BUCKET", 16)
     monkeypatch.setattr(kernels, "_QUERY_BUCKET", 8)
     for turns in (1, 2, 7):
