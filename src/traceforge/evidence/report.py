@@ -38,6 +38,7 @@ _FILTERS = (
     views.identity_facts,
     views.technique_facts,
     views.mechanism_facts,
+    views.monitor_facts,
     verdict_views.evaluation_words,
 )
 

@@ -48,6 +48,7 @@ from traceforge.training.loop import Job
 from traceforge.training.measure import fingerprints, memory_parts, peak_device_bytes, peak_host_bytes
 from traceforge.training.methods import Sets
 from traceforge.training.optimizer import num_state_entries
+from traceforge.training.watching import Watch
 
 WORKLOAD_VERSION = "1"
 
@@ -59,6 +60,7 @@ class Attempt:
     Args:
         stage: where it is; a failure is filed under it.
         world: the ranks; each has an attempt of its own, and that of rank 0 is written.
+        watch: the monitor of rank 0; None in a dry run and on other ranks.
         start_fingerprints: digests of the trained weights before the first update.
     """
 
@@ -74,6 +76,7 @@ class Attempt:
     model: LanguageModel | None = None
     job: Job | None = None
     world: World = ONE_PROCESS
+    watch: Watch | None = None
     start_fingerprints: dict[str, bytes] = field(default_factory=dict)
     baseline_name: str = "base model"
     notes: list[str] = field(default_factory=list)
@@ -82,6 +85,8 @@ class Attempt:
     def enter(self, stage: Stage) -> None:
         """Go on to the next stage; one of several ranks leaves word of it."""
         self.stage = stage
+        if self.watch is not None:
+            self.watch.enter(stage)
         self.leave_word()
 
     def leave_word(self, failure: Failure | None = None) -> None:
@@ -124,7 +129,7 @@ class Attempt:
             candidate=candidate,
             mechanism_metrics=self._metrics(baseline, candidate),
             techniques=self._techniques(),
-            monitor=Monitor(reason="no monitor in this version" if self.device.type == "cuda" else "no GPU was used"),
+            monitor=self._monitor(),
             failure=failure,
             artifacts=tuple(self.artifacts),
             notes=tuple(self.notes),
@@ -145,6 +150,11 @@ class Attempt:
             rank=self.world.rank if several else None,
             exit_code=getattr(error, "exit_code", 1) if several else None,
         )
+
+    def _monitor(self) -> Monitor:
+        if self.watch is None:
+            return Monitor(reason="a dry run uses no GPU" if self.run_mode == "dry_run" else "nothing was sampled")
+        return self.watch.evidence(trained_tokens=self.job.trained_tokens_run if self.job is not None else 0)
 
     def _losses(self) -> tuple[Losses, Candidate]:
         evaluations = self.job.evaluations if self.job is not None else {}

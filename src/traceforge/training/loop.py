@@ -65,6 +65,7 @@ class Job:
     sample_tokens_run: int = 0
     forks_run: int = 0
     samples_run: int = 0
+    trained_tokens_run: int = 0
 
 
 def train(job: Job) -> None:
@@ -173,13 +174,15 @@ def _record(
     job.sample_tokens_run += sum(sample.num_tokens for item in items for sample in item.samples)
     job.forks_run += num_forks
     job.samples_run += update.num_samples
+    trained_tokens = sum(item.num_trained_tokens for item in items)
+    job.trained_tokens_run += trained_tokens
     allocated, _ = peak_device_bytes(job.model.device)
     job.recorder.update(
         {
             "update": number,
             "micro_batches": num_rows,
             "samples": update.num_samples,
-            "trained_tokens": sum(item.num_trained_tokens for item in items),
+            "trained_tokens": trained_tokens,
             "row_tokens": row_tokens,
             "loss": result.loss,
             "learning_rate": rate,

@@ -7,6 +7,8 @@ The stages are those of the evidence schema and follow each other in `_carry_out
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +43,7 @@ from traceforge.training.methods import Item, Sets, load_sets, method_of
 from traceforge.training.optimizer import build_optimizer
 from traceforge.training.order import UpdateOrder
 from traceforge.training.progress import RunProgress
+from traceforge.training.watching import start_watch
 
 _TOKENIZER_FILES = ("*token*", "*.jinja", "vocab.*", "merges.txt", "*.model")
 _SHOWN_SAMPLES = {"train": 3, "evaluation": 1}
@@ -76,7 +79,7 @@ def run(
     attempt = Attempt(config, folder, "dry_run" if dry_run else "real", world.device, world=world)
     progress = RunProgress(console or Console(stderr=True))
     stop = StopRequest()
-    with RunRecorder(folder, rank=world.rank) as recorder, stop.listening():
+    with RunRecorder(folder, rank=world.rank) as recorder, stop.listening(), _watched(attempt):
         try:
             recorder.write_config(config.model_dump_json())
             if not dry_run:
@@ -97,6 +100,18 @@ def run(
         recorder.write_evidence(evidence)
         report = write_report(folder) if world.is_first else folder / "report.html"
     return RunOutcome(folder, evidence, report)
+
+
+@contextmanager
+def _watched(attempt: Attempt) -> Iterator[None]:
+    """Sample the machine inside; only the first rank of a real run does."""
+    if attempt.run_mode == "real" and attempt.world.is_first:
+        attempt.watch = start_watch(attempt.world, attempt.folder)
+    try:
+        yield
+    finally:
+        if attempt.watch is not None:
+            attempt.watch.sampler.stop()
 
 
 def _carry_out(
