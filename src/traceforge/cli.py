@@ -14,7 +14,7 @@ from traceforge import __version__
 from traceforge.console import prepare_terminal, print_result, print_run, show_error
 from traceforge.errors import TraceForgeError, UsageError
 
-_VERBS = ("demo", "ingest", "build", "inspect", "train", "evaluate", "compare", "report", "version")
+_VERBS = ("demo", "ingest", "build", "inspect", "plan", "doctor", "train", "evaluate", "compare", "report", "version")
 
 
 class _VerbsInOrder(typer.core.TyperGroup):
@@ -199,6 +199,24 @@ def inspect(  # noqa: PLR0913 - one parameter per option
         raw=raw,
         as_json=as_json,
     )
+
+
+@app.command()
+def doctor(
+    short: Annotated[
+        bool, typer.Option("--short", help="Only what decides whether a run can start, as `train` does first.")
+    ] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Look at the machine: what works, what does not, and the way out; exit code 1 if something fails."""
+    _state["debug"] = debug
+    from traceforge.doctor.examination import examine
+
+    found = examine(short=short)
+    print_result(found.as_dict(), as_json=as_json, text=found.describe())
+    if found.failures:
+        raise typer.Exit(1)
 
 
 @app.command()

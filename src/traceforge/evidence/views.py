@@ -21,6 +21,7 @@ from traceforge.evidence.schema import (
     MechanismMetrics,
     ModelIdentity,
     Monitor,
+    Preflight,
     Techniques,
 )
 
@@ -171,6 +172,16 @@ def mechanism_facts(metrics: MechanismMetrics) -> Facts:
             lines.append(("trainable share", share(value)))
         else:
             lines.append((_words(name), plain(value) if isinstance(value, bool) else integer(value)))
+    return lines
+
+
+def preflight_facts(preflight: Preflight) -> Facts:
+    """Return what was looked at before the run; of what was not well, that comes first."""
+    order = {"fail": 0, "warn": 1, "pass": 2}
+    lines = []
+    for each in sorted(preflight.findings, key=lambda finding: order[finding.status]):
+        mark = "" if each.status == "pass" else f"{each.status}: "
+        lines.append((each.name, f"{mark}{clip(each.text, 400)}"))
     return lines
 
 

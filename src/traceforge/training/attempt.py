@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from traceforge.config import RunConfig
+from traceforge.doctor.findings import Examination
 from traceforge.errors import TraceForgeError
 from traceforge.evidence.provenance import describe_hardware, framework_versions
 from traceforge.evidence.rank_record import RankRecord, write_rank_record
@@ -31,6 +32,8 @@ from traceforge.evidence.schema import (
     ModelIdentity,
     Monitor,
     Packing,
+    Preflight,
+    PreflightFinding,
     Quantization,
     Ranks,
     RunMode,
@@ -61,6 +64,7 @@ class Attempt:
         stage: where it is; a failure is filed under it.
         world: the ranks; each has an attempt of its own, and that of rank 0 is written.
         watch: the monitor of rank 0; None in a dry run and on other ranks.
+        preflight: what this rank found of its machine before it began.
         start_fingerprints: digests of the trained weights before the first update.
     """
 
@@ -77,6 +81,7 @@ class Attempt:
     job: Job | None = None
     world: World = ONE_PROCESS
     watch: Watch | None = None
+    preflight: Examination | None = None
     start_fingerprints: dict[str, bytes] = field(default_factory=dict)
     baseline_name: str = "base model"
     notes: list[str] = field(default_factory=list)
@@ -129,6 +134,7 @@ class Attempt:
             candidate=candidate,
             mechanism_metrics=self._metrics(baseline, candidate),
             techniques=self._techniques(),
+            preflight=None if self.preflight is None else _preflight(self.preflight),
             monitor=self._monitor(),
             failure=failure,
             artifacts=tuple(self.artifacts),
@@ -314,6 +320,17 @@ class Attempt:
             if self.world.size > 1
             else None,
         )
+
+
+def _preflight(found: Examination) -> Preflight:
+    return Preflight(
+        blas_library=found.blas_library,
+        seconds=round(found.seconds, 3),
+        findings=tuple(
+            PreflightFinding(name=each.name, status=each.status, text=each.text, way_out=each.way_out)
+            for each in found.findings
+        ),
+    )
 
 
 def _job_metrics(job: Job) -> dict[str, object]:

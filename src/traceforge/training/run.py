@@ -19,6 +19,8 @@ import torch
 from rich.console import Console
 
 from traceforge.config import RunConfig
+from traceforge.doctor.examination import examine, require_fit_to_run
+from traceforge.doctor.linears import FALL_BACK
 from traceforge.errors import ConfigError, StorageError, TraceForgeError, TrainingError
 from traceforge.evidence.provenance import framework_versions
 from traceforge.evidence.recorder import RunRecorder
@@ -120,6 +122,7 @@ def _carry_out(
     config, world = attempt.config, attempt.world
     if extend is not None:
         read_checkpoint(extend)  # a wrong folder is told before data and weights are read
+    _look_at_machine(attempt, recorder, progress)
 
     attempt.enter("revision_resolution")
     with world.first_goes_first("finding the model"):
@@ -167,6 +170,18 @@ def _carry_out(
         job.save()
         _save_result(attempt)
     world.close()
+
+
+def _look_at_machine(attempt: Attempt, recorder: RunRecorder, progress: RunProgress) -> None:
+    """Make the short examination and keep it; from here on products go through the library that it found to work."""
+    dtype = getattr(torch, attempt.config.model.dtype)
+    attempt.preflight = found = examine(short=True, output_dir=attempt.folder, dtypes=(dtype,), device=attempt.device)
+    recorder.log(found.describe())
+    require_fit_to_run(found)
+    if found.blas_library == FALL_BACK:
+        note = f"matrix products go through {FALL_BACK}: cuBLAS refused one"
+        attempt.notes.append(note)
+        progress.say(note)
 
 
 def _load(attempt: Attempt, sets: Sets, recorder: RunRecorder, progress: RunProgress, extend: Path | None) -> Job:
