@@ -202,6 +202,52 @@ def inspect(  # noqa: PLR0913 - one parameter per option
 
 
 @app.command()
+def plan(  # noqa: PLR0913 - one parameter per option
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file; see examples/.")],
+    gpu_gib: Annotated[
+        float | None, typer.Option("--gpu-gib", metavar="GIB", min=0.1, help="Memory of the card; without it: the CPU.")
+    ] = None,
+    host_gib: Annotated[
+        float | None, typer.Option("--host-gib", metavar="GIB", min=0.1, help="Memory of the host.")
+    ] = None,
+    row_tokens: Annotated[
+        int | None,
+        typer.Option("--row-tokens", metavar="N", min=2, help="Plan a row of N tokens, not the longest allowed."),
+    ] = None,
+    model_config: Annotated[
+        Path | None, typer.Option("--model-config", metavar="FILE", help="The model's config.json, if it is not here.")
+    ] = None,
+    card: Annotated[
+        str | None, typer.Option("--card", metavar="NAME", help="Also time and energy on a card that was measured.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page.")] = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Predict memory by part, with and without each technique; exit code 3 if it does not fit. Needs no GPU."""
+    _state["debug"] = debug
+    from traceforge.planning.budget import Budget
+    from traceforge.planning.command import plan_file
+    from traceforge.run_files import load_run_file
+
+    answer = plan_file(
+        load_run_file(run_file, overrides or []),
+        title=str(run_file),
+        budget=Budget.of_gib(gpu_gib, host_gib),
+        device="cpu" if gpu_gib is None else "cuda",
+        model_config=model_config,
+        row_tokens=row_tokens,
+        card=card,
+    )
+    if html is not None:
+        answer.write_html(html)
+    print_result(answer.as_dict(), as_json=as_json, text=answer.describe())
+    if not answer.plan.fits:
+        raise typer.Exit(3)
+
+
+@app.command()
 def doctor(
     short: Annotated[
         bool, typer.Option("--short", help="Only what decides whether a run can start, as `train` does first.")

@@ -222,8 +222,21 @@ class EvaluationSettings(_Section):
 class MemorySettings(_Section):
     """`[memory]`: techniques that change memory and speed, never the result."""
 
+    path: Literal["auto", "generic", "lean"] = "auto"
+    """`lean`: layers with a hand-written forward and backward that keep nothing on the device in between (LoRA on
+    Llama, Mistral, Qwen2, Qwen3). `generic`: the model's own layers. `auto`: lean on a GPU where the model admits it; the
+    evidence says which ran and why."""
+    placement: Literal["resident", "streamed"] = "resident"
+    """Where the lean path holds the layers' frozen weights: on the device, or on the host, from where each layer comes
+    when it is needed."""
+    recompute_attention: bool = False
+    """Lean path: compute attention again in the backward pass instead of keeping its output: half the host memory."""
+    tile_tokens: int = Field(4096, ge=16)
+    """Lean path: tokens of a row whose MLP is computed at one time."""
+    pinned_gib: float | None = Field(None, gt=0)
+    """Lean path: most page-locked host memory for streamed weights and activations; unset = no limit."""
     recompute_layers: bool = False
-    """Keep only each layer's input and compute the layer again in the backward pass."""
+    """Generic path: keep only each layer's input and compute the layer again in the backward pass."""
     logits_chunk_tokens: int = Field(512, ge=1)
     """Trained positions whose logits exist at one time."""
 
@@ -309,6 +322,30 @@ class RunConfig(_Section):
             raise ValueError("parallel.pairs = 'branch_parallel' needs adapter.dropout = 0: its ranks must agree")
         if self.objective.method == "sft" and self.training.pairs_per_update is not None:
             raise ValueError("training.pairs_per_update needs a preference objective, objective.method is 'sft'")
+        return self
+
+    @model_validator(mode="after")
+    def _settings_of_one_path_only(self) -> RunConfig:
+        memory = self.memory
+        lean_only = [
+            f"memory.{name} = {value!r}"
+            for name, value, default in (
+                ("placement", memory.placement, "resident"),
+                ("recompute_attention", memory.recompute_attention, False),
+                ("pinned_gib", memory.pinned_gib, None),
+            )
+            if value != default
+        ]
+        if memory.path == "generic" and lean_only:
+            raise ValueError(f"{lean_only[0]} belongs to the lean path, memory.path is 'generic'")
+        wanted = ["memory.path = 'lean'"] if memory.path == "lean" else lean_only
+        for name, stands_against in (
+            ("memory.recompute_layers = true", memory.recompute_layers),
+            ("adapter.kind = 'none'", self.adapter.kind == "none"),
+            ("model.attention = 'plain'", self.model.attention == "plain"),
+        ):
+            if wanted and stands_against:
+                raise ValueError(f"{wanted[0]} needs the lean path, which {name} excludes; keep one of them")
         return self
 
     @property

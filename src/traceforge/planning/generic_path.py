@@ -1,0 +1,97 @@
+"""What the model's own layers hold: Hugging Face's modules with PEFT's adapters under autograd, heads in chunks.
+
+Counted per token of a layer (values of the dtype of the arithmetic; D hidden, Q and K width of all query and key heads,
+F MLP, H heads, r rank): autograd keeps
+
+    4 D   layer input, both norms' outputs, the sum after attention           2 K   k after RoPE, v
+    3 Q   q after RoPE, attention's output, and that output laid out again    4 F   gate, silu(gate), up, their product
+    r     the inner state of each adapter                                     H     log-sum-exp in float32
+
+and in 16 bits both norms' inputs again in float32. With recomputed layers all of it exists for one layer at a time, and
+each layer's input for all of them.
+
+CPU      glibc's heap does not use an aligned block again for one of the same size, so a layer leaves about as much
+         behind as autograd keeps of one but its input (measured: within 8%), for blocks below 32 MiB; larger ones go back to the
+         system. With MALLOC_MMAP_THRESHOLD_ set, all do: less memory, a third more time.
+"""
+
+from __future__ import annotations
+
+from traceforge.planning.lean_path import logits_bytes
+from traceforge.planning.ledger import Ledger, Part, moment
+from traceforge.planning.setup import Setup
+from traceforge.samples.model_shape import ModelShape
+
+CPU_PROCESS = int(0.43 * 2**30)
+"""Resident memory of Python with torch, transformers, peft and a tokenizer, before a model is loaded."""
+_CUDA_PROCESS = 3 * 2**30
+_LARGEST_HEAP_BLOCK = 32 * 2**20
+
+
+def generic_ledger(shape: ModelShape, setup: Setup) -> Ledger:
+    """Return what a run through the model's own layers holds."""
+    trained = setup.trained_parameters(shape)
+    fixed: dict[Part, int] = {
+        "weights": setup.frozen_layer_bytes(shape) + setup.vocabulary_bytes(shape) + setup.small_bytes(shape),
+        "adapter": 4 * trained,
+        "optimizer": setup.moments_bytes * trained,
+    }
+    if setup.device == "cpu":
+        fixed |= {"process": CPU_PROCESS, "workspace": _left_in_heap(shape, setup)}
+    gradients: dict[Part, int] = {"gradients": 4 * trained}
+    kept = _kept(shape, setup)
+    moments = (
+        moment("log-probabilities", fixed, {} if setup.single_row else gradients, kept, _head(shape, setup)),
+        moment("backward, one layer", fixed, gradients, kept, _one_layer(shape, setup)),
+        moment("optimizer", fixed, gradients, {"workspace": 4 * trained}),
+    )
+    return Ledger(moments, {}, {"process": _CUDA_PROCESS} if setup.device == "cuda" else {})
+
+
+def layer_bytes(shape: ModelShape, setup: Setup) -> tuple[int, int]:
+    """Return what autograd keeps of one layer: bytes of attention, and all other bytes."""
+    t, b = setup.row_tokens, setup.value_bytes
+    attention = t * (3 * shape.queries + 2 * shape.keys) * b + 4 * shape.heads * t
+    if setup.score_matrix:
+        attention += 2 * shape.heads * t * t * b  # scores, and their softmax
+    others = t * (4 * shape.hidden + 4 * shape.intermediate + (setup.rank or 0) * len(setup.targets)) * b
+    if b == 2:
+        others += 2 * 4 * t * shape.hidden
+    if setup.rank is None:
+        others += 2 * t * shape.hidden * b  # trained norms keep what they scale
+    return attention, others
+
+
+def _kept(shape: ModelShape, setup: Setup) -> dict[Part, int]:
+    """Return what the forward pass leaves for the backward pass."""
+    if setup.recompute_layers:
+        return {"activations": shape.layers * setup.row_tokens * shape.hidden * setup.value_bytes}
+    attention, others = layer_bytes(shape, setup)
+    return {"attention": shape.layers * attention, "activations": shape.layers * others}
+
+
+def _one_layer(shape: ModelShape, setup: Setup) -> dict[Part, int]:
+    """Return what one layer's backward adds: its recomputed inside, and gradients of its largest values."""
+    t, b = setup.row_tokens, setup.value_bytes
+    found: dict[Part, int] = {"workspace": t * (3 * shape.intermediate + 2 * shape.hidden) * b}
+    if setup.nf4:
+        found["workspace"] += shape.intermediate * shape.hidden * b  # one linear, dequantised
+    if setup.recompute_layers:
+        found["attention"], found["activations"] = layer_bytes(shape, setup)
+    return found
+
+
+def _head(shape: ModelShape, setup: Setup) -> dict[Part, int]:
+    derivative = setup.target_tokens * shape.hidden * 4
+    return {"logits": logits_bytes(shape, setup) + derivative, "activations": setup.row_tokens * shape.hidden * 4}
+
+
+def _left_in_heap(shape: ModelShape, setup: Setup) -> int:
+    """Return what freed blocks of the layers leave in the C library's heap, beside what is held in it anyway."""
+    if setup.heap_reuses:
+        return 0
+    t, b = setup.row_tokens, setup.value_bytes
+    blocks = ((shape.hidden, 3), (shape.queries, 3), (shape.keys, 2), (shape.intermediate, 4))
+    of_a_layer = sum(count * t * width * b for width, count in blocks if t * width * b < _LARGEST_HEAP_BLOCK)
+    # With recomputed layers the one that is held takes the place of one that was left.
+    return (shape.layers - setup.recompute_layers) * of_a_layer

@@ -1,0 +1,137 @@
+"""What of a run file and a model decides how much memory a run takes: one flat record, which techniques are turned off in
+one by one to see what each is worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from traceforge.config import RunConfig
+from traceforge.samples.model_shape import ModelShape
+
+Device = Literal["cuda", "cpu"]
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_NF4_BITS = 4
+_NF4_BLOCK, _NF4_OUTER_BLOCK = 64, 256
+RANK_MULTIPLE = 64
+"""On the lean path in 16 bits, the ranks of linears that share an input are padded to a multiple of this."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way of running one row.
+
+    Args:
+        value_bytes: of the dtype of the arithmetic.
+        lean: layers by hand, activations on the host; else the model's own layers.
+        nf4: frozen linears in 4 bits.
+        rank: of the LoRA adapters; None = all parameters are trained, in float32.
+        moments_bytes: of both Adam moments of one weight.
+        streamed: lean path: frozen weights on the host.
+        recompute_attention: lean path: attention again in the backward pass instead of its output on the host.
+        tile_tokens: lean path: tokens of a tile.
+        recompute_layers: generic path: only layer inputs are kept.
+        chunk_tokens: trained positions whose logits exist at one time; None = all logits at once, as an unfused loss has.
+        score_matrix: attention as softmax over a stored [T, T] matrix of each head.
+        row_tokens: tokens of the longest row.
+        target_tokens: trained tokens of it.
+        single_row: an update is one row, so that no gradient lies there while its forward pass runs.
+    """
+
+    device: Device
+    value_bytes: int
+    lean: bool
+    nf4: bool
+    rank: int | None
+    targets: tuple[str, ...]
+    moments_bytes: int
+    streamed: bool
+    recompute_attention: bool
+    tile_tokens: int
+    recompute_layers: bool
+    chunk_tokens: int | None
+    score_matrix: bool
+    row_tokens: int
+    target_tokens: int
+    single_row: bool
+    heap_reuses: bool = False
+    """CPU: large blocks go back to the system when freed (MALLOC_MMAP_THRESHOLD_ is set)."""
+
+    def trained_parameters(self, shape: ModelShape) -> int:
+        """Return the weights that are trained."""
+        return shape.parameters() if self.rank is None else shape.adapter_parameters(self.rank, self.targets)
+
+    def frozen_layer_bytes(self, shape: ModelShape) -> int:
+        """Return the bytes of the layers' frozen linears as they are held; 0 if they are trained."""
+        if self.rank is None:
+            return 0
+        if not self.nf4:
+            return self.value_bytes * shape.linear_parameters()
+        return nf4_bytes(shape.linear_parameters())
+
+    def vocabulary_bytes(self, shape: ModelShape) -> int:
+        """Return the bytes of embedding and output layer; 0 if they are trained."""
+        return 0 if self.rank is None else self.value_bytes * shape.vocabulary_parameters()
+
+    def small_bytes(self, shape: ModelShape) -> int:
+        """Return the bytes of norms and biases; 0 if they are trained."""
+        return 0 if self.rank is None else self.value_bytes * shape.small_parameters()
+
+
+def nf4_bytes(weights: int) -> int:
+    """Return the bytes of NF4 with double quantisation: 4 bits a weight, 8 a block's scale, 32 a block of scales."""
+    scales = weights // _NF4_BLOCK
+    return weights * _NF4_BITS // 8 + scales + 4 * (scales // _NF4_OUTER_BLOCK)
+
+
+def setup_of(
+    config: RunConfig,
+    shape: ModelShape,
+    device: Device,
+    *,
+    row_tokens: int | None = None,
+    target_tokens: int | None = None,
+    heap_reuses: bool = False,
+) -> Setup:
+    """Return the setup that a run file comes to on a device.
+
+    Args:
+        row_tokens: tokens of the longest row; None = the longest that the settings allow.
+        target_tokens: trained tokens of it; None = all.
+        heap_reuses: see `Setup`.
+    """
+    memory, adapter = config.memory, config.adapter
+    tokens = config.tokens_per_row if row_tokens is None else row_tokens
+    return Setup(
+        device=device,
+        value_bytes=_BYTES[config.model.dtype],
+        lean=takes_lean_path(config, device),
+        nf4=config.model.quantization == "nf4",
+        rank=adapter.rank if adapter.kind == "lora" else None,
+        targets=adapter.target_modules,
+        moments_bytes=2 if config.optimizer.name == "adamw_8bit" else 8,
+        streamed=memory.placement == "streamed",
+        recompute_attention=memory.recompute_attention,
+        tile_tokens=memory.tile_tokens,
+        recompute_layers=memory.recompute_layers,
+        chunk_tokens=memory.logits_chunk_tokens,
+        score_matrix=False,
+        row_tokens=tokens,
+        target_tokens=tokens if target_tokens is None else target_tokens,
+        single_row=config.items_per_update == 1 and config.data.group == "none",
+        heap_reuses=heap_reuses,
+    )
+
+
+def takes_lean_path(config: RunConfig, device: Device) -> bool:
+    """Return whether the settings put rows on the lean path of this device (all families that are planned have one)."""
+    memory = config.memory
+    if memory.path == "lean" or memory.placement == "streamed" or memory.recompute_attention:
+        return True
+    admitted = (
+        config.adapter.kind == "lora"
+        and config.adapter.dropout == 0
+        and config.model.attention != "plain"
+        and not memory.recompute_layers
+    )
+    return device == "cuda" and memory.path == "auto" and admitted
