@@ -224,8 +224,8 @@ class MemorySettings(_Section):
 
     path: Literal["auto", "generic", "lean"] = "auto"
     """`lean`: layers with a hand-written forward and backward that keep nothing on the device in between (LoRA on
-    Llama, Mistral, Qwen2, Qwen3). `generic`: the model's own layers. `auto`: lean on a GPU where the model admits it; the
-    evidence says which ran and why."""
+    Llama, Mistral, Qwen2, Qwen3). `generic`: the model's own layers. `auto`: lean on a GPU where the model admits it;
+    the evidence says which ran and why."""
     placement: Literal["resident", "streamed"] = "resident"
     """Where the lean path holds the layers' frozen weights: on the device, or on the host, from where each layer comes
     when it is needed."""
@@ -239,6 +239,8 @@ class MemorySettings(_Section):
     """Generic path: keep only each layer's input and compute the layer again in the backward pass."""
     logits_chunk_tokens: int = Field(512, ge=1)
     """Trained positions whose logits exist at one time."""
+    over_plan: Literal["refuse", "warn"] = "refuse"
+    """A run on a GPU that cannot fit by its plan: `refuse` it before weights are loaded, or `warn` and try."""
 
 
 class ParallelSettings(_Section):

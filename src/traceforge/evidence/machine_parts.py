@@ -25,6 +25,25 @@ class Preflight(EvidencePart):
     findings: tuple[PreflightFinding, ...]
 
 
+class PlannedMemory(EvidencePart):
+    """What was predicted for the longest row that ran (or, where none ran, that would have)."""
+
+    path: str
+    """`lean` or `generic`."""
+    row_tokens: int
+    trained_row_tokens: int
+    moment: str
+    """Of an update, at which most is held."""
+    parts_bytes: dict[str, int]
+    """By part, at that moment."""
+    device_bytes: int | None = None
+    """What `mechanism_metrics.peak_allocated_bytes` was predicted to be; null on the CPU."""
+    host_bytes: int
+    """On the CPU what `peak_host_bytes` was predicted to be; beside a card pinned memory and the process."""
+    fits: bool
+    """Into the card and the host of this run."""
+
+
 class CardMonitor(EvidencePart):
     """One card during the run: means and peaks over the samples that have the value; null = none had it."""
 

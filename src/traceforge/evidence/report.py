@@ -39,6 +39,7 @@ _FILTERS = (
     views.technique_facts,
     views.mechanism_facts,
     views.monitor_facts,
+    views.planned_facts,
     views.preflight_facts,
     verdict_views.evaluation_words,
 )

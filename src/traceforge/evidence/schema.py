@@ -30,7 +30,14 @@ from traceforge.evidence.decision import (
     Verdict,
     decide,
 )
-from traceforge.evidence.machine_parts import CardMonitor, HostMonitor, Monitor, Preflight, PreflightFinding
+from traceforge.evidence.machine_parts import (
+    CardMonitor,
+    HostMonitor,
+    Monitor,
+    PlannedMemory,
+    Preflight,
+    PreflightFinding,
+)
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -54,6 +61,7 @@ __all__ = [
     "ModelIdentity",
     "Monitor",
     "Packing",
+    "PlannedMemory",
     "Preflight",
     "PreflightFinding",
     "Quantization",
@@ -303,6 +311,8 @@ class Evidence(EvidencePart):
     techniques: Techniques = Techniques()
     preflight: Preflight | None = None
     """null in a dry run."""
+    planned_memory: PlannedMemory | None = None
+    """null in a dry run, and for models that cannot be planned (`notes` says why)."""
     monitor: Monitor = Monitor()
     failure: Failure | None = None
     artifacts: tuple[Artifact, ...] = ()

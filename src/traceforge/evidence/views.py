@@ -11,10 +11,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from traceforge.evidence.formats import NOT_RECORDED, clip, compact, integer, plain, share, size
+from traceforge.evidence.formats import NOT_RECORDED, change_percent, clip, compact, integer, plain, share, size
 from traceforge.evidence.schema import (
     CardMonitor,
     DatasetIdentity,
+    Evidence,
     Gpu,
     Hardware,
     HostMonitor,
@@ -173,6 +174,27 @@ def mechanism_facts(metrics: MechanismMetrics) -> Facts:
         else:
             lines.append((_words(name), plain(value) if isinstance(value, bool) else integer(value)))
     return lines
+
+
+def planned_facts(evidence: Evidence) -> Facts:
+    """Return what was planned beside what was measured; nothing if there was no plan."""
+    planned, metrics = evidence.planned_memory, evidence.mechanism_metrics
+    if planned is None:
+        return []
+    row = f"{integer(planned.row_tokens)} tokens, {integer(planned.trained_row_tokens)} of them trained"
+    lines: Facts = [("longest row", f"{row}; most is held at: {planned.moment}")]
+    if planned.device_bytes is not None:
+        lines.append(("card", _planned_and_measured(planned.device_bytes, metrics.peak_allocated_bytes)))
+        lines.append(("host, pinned and process", f"{size(planned.host_bytes)} planned"))
+    else:
+        lines.append(("host", _planned_and_measured(planned.host_bytes, metrics.peak_host_bytes)))
+    return lines
+
+
+def _planned_and_measured(planned: int, measured: int | None) -> str:
+    if measured is None:
+        return f"{size(planned)} planned, nothing measured"
+    return f"{size(planned)} planned, {size(measured)} measured ({change_percent(measured, planned)})"
 
 
 def preflight_facts(preflight: Preflight) -> Facts:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 _GIB = 2**30
 CARD_RESERVE = int(0.9 * _GIB)
-"""On a card beside what torch allocates: the CUDA context with its libraries, and what the allocator cannot hand out."""
+"""On a card beside what torch allocates: CUDA with its libraries, and what the allocator holds and cannot hand out."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,10 @@ from traceforge.config import RunConfig
 from traceforge.planning.budget import Budget
 from traceforge.planning.model_config import find_shape
 from traceforge.planning.page import write_page
-from traceforge.planning.plan import Plan, plan_run
+from traceforge.planning.plan import HEAP_VARIABLE, Plan, plan_run
 from traceforge.planning.rates import Estimate, estimate, rates_of
-from traceforge.planning.setup import setup_of
+from traceforge.planning.setup import LARGEST_HEAP_BLOCK, setup_of
 from traceforge.planning.views import as_dict, describe
-
-HEAP_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,12 @@ def plan_file(
         UsageError: the card has not been measured.
     """
     shape = find_shape(config.model.name_or_path, revision=config.model.revision, given=model_config)
-    setup = setup_of(config, shape, device, row_tokens=row_tokens, heap_reuses=heap_reuses(os.environ))
+    setup = setup_of(config, shape, device, row_tokens=row_tokens, heap_block_bytes=heap_block_bytes(os.environ))
     cost = None if card is None else estimate(shape, setup, rates_of(card))
     return PlanAnswer(plan_run(shape, setup, config, budget), title, cost)
 
 
-def heap_reuses(environment: Mapping[str, str]) -> bool:
-    """Return whether the C library gives large blocks back to the system; see `generic_path`."""
-    return environment.get(HEAP_VARIABLE, "").isdigit()
+def heap_block_bytes(environment: Mapping[str, str]) -> int:
+    """Return the size from which on the C library gives freed blocks back to the system; see `generic_path`."""
+    given = environment.get(HEAP_VARIABLE, "")
+    return min(int(given), LARGEST_HEAP_BLOCK) if given.isdigit() else LARGEST_HEAP_BLOCK

@@ -11,8 +11,8 @@ and in 16 bits both norms' inputs again in float32. With recomputed layers all o
 each layer's input for all of them.
 
 CPU      glibc's heap does not use an aligned block again for one of the same size, so a layer leaves about as much
-         behind as autograd keeps of one but its input (measured: within 8%), for blocks below 32 MiB; larger ones go back to the
-         system. With MALLOC_MMAP_THRESHOLD_ set, all do: less memory, a third more time.
+         behind as autograd keeps of one but its input (measured: within 8%), for blocks below 32 MiB; larger ones go
+         back to the system. MALLOC_MMAP_THRESHOLD_ lowers that limit: less memory, a fifth to a third more time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from traceforge.samples.model_shape import ModelShape
 CPU_PROCESS = int(0.43 * 2**30)
 """Resident memory of Python with torch, transformers, peft and a tokenizer, before a model is loaded."""
 _CUDA_PROCESS = 3 * 2**30
-_LARGEST_HEAP_BLOCK = 32 * 2**20
 
 
 def generic_ledger(shape: ModelShape, setup: Setup) -> Ledger:
@@ -88,10 +87,9 @@ def _head(shape: ModelShape, setup: Setup) -> dict[Part, int]:
 
 def _left_in_heap(shape: ModelShape, setup: Setup) -> int:
     """Return what freed blocks of the layers leave in the C library's heap, beside what is held in it anyway."""
-    if setup.heap_reuses:
-        return 0
-    t, b = setup.row_tokens, setup.value_bytes
-    blocks = ((shape.hidden, 3), (shape.queries, 3), (shape.keys, 2), (shape.intermediate, 4))
-    of_a_layer = sum(count * t * width * b for width, count in blocks if t * width * b < _LARGEST_HEAP_BLOCK)
+    adapters = (setup.rank or 0, len(setup.targets))
+    blocks = ((shape.hidden, 3), (shape.queries, 3), (shape.keys, 2), (shape.intermediate, 4), adapters)
+    sizes = ((setup.row_tokens * width * setup.value_bytes, count) for width, count in blocks)
+    of_a_layer = sum(count * size for size, count in sizes if size < setup.heap_block_bytes)
     # With recomputed layers the one that is held takes the place of one that was left.
     return (shape.layers - setup.recompute_layers) * of_a_layer

@@ -6,7 +6,9 @@ heads, R padded rank of a folded linear, V vocabulary, b bytes of a value. All s
 Forward  x, [q|k|v] before RoPE, and after it, attention's output twice (as the kernel gives it, and by heads).
 Head     hidden states, the output layer, logits of one chunk, d(logp)/d(hidden) of every trained token.
 MLP      x, attention's output and its gradient, the layer's gradient; a tile's intermediates; three folded matrices.
-Attention the same with [q|k|v] and its folded gradient, and what the kernel's backward takes for a few heads.
+Attention the same with [q|k|v] and its folded gradient, and what the kernel's backward takes for a few heads; x only in a
+         short row (less than four passes over the heads), a long one lets go of it meanwhile.
+Projection x, [q|k|v] with its folded gradient, the layer's gradient, and already what the layer before it has saved.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from traceforge.planning.setup import RANK_MULTIPLE, Setup
 from traceforge.samples.model_shape import ModelShape
 
 _PAGE = 4096
-_FULL_PASS = 2**17
-"""As `models/layers.py`: query heads x tokens that attention's backward takes at one time."""
+_FULL_PASS = 2**18
+"""As the layers have it: query heads x tokens that attention's backward takes at one time."""
+_PASSES_OF_A_LONG_ROW = 4
 _HOST_PROCESS = 3 * 2**30
 """Resident memory of Python with torch and the CUDA libraries; not measured per machine."""
 
@@ -50,6 +53,7 @@ def lean_ledger(shape: ModelShape, setup: Setup, *, rectangles: bool = True) -> 
         moment("log-probabilities", fixed, at_forward, _head(shape, setup)),
         moment("backward, MLP", fixed, gradients, _mlp(shape, setup, ranks)),
         moment("backward, attention", fixed, gradients, _attention(shape, setup, ranks, rectangles)),
+        moment("backward, projection", fixed, gradients, _projection(shape, setup, ranks)),
         moment("optimizer", fixed, gradients, {"workspace": 4 * setup.trained_parameters(shape)}),
     ]
     on_card = setup.device == "cuda"
@@ -135,8 +139,8 @@ def _head(shape: ModelShape, setup: Setup) -> dict[Part, int]:
 def logits_bytes(shape: ModelShape, setup: Setup) -> int:
     """Return the bytes of logits and what is made of them: in chunks, overwritten in place where Triton runs.
 
-    Without chunks an unfused loss holds the logits in their dtype, in float32, and the gradients of both: 16 bytes each
-    in 16 bits (4 + 4 + 4 + 4 with its temporaries, as measured by others), which is what a plain loss of all logits takes.
+    Without chunks a plain loss holds, at its worst, 16 bytes a logit: four times float32 (logits, their log-softmax,
+    and the gradients of both).
     """
     if setup.chunk_tokens is None:
         return 16 * setup.row_tokens * shape.vocabulary
@@ -150,9 +154,7 @@ def logits_bytes(shape: ModelShape, setup: Setup) -> int:
 def _sums(shape: ModelShape, ranks: _Ranks) -> int:
     """Return the float32 sums of one layer's adapter gradients."""
     d, f, q, k = shape.hidden, shape.intermediate, shape.queries, shape.keys
-    return 4 * (
-        ranks.qkv * (d + q + 2 * k) + ranks.out * (q + d) + ranks.gate_up * (d + 2 * f) + ranks.down * (f + d)
-    )
+    return 4 * (ranks.qkv * (d + q + 2 * k) + ranks.out * (q + d) + ranks.gate_up * (d + 2 * f) + ranks.down * (f + d))
 
 
 def _mlp(shape: ModelShape, setup: Setup, ranks: _Ranks) -> dict[Part, int]:
@@ -183,10 +185,25 @@ def _attention(shape: ModelShape, setup: Setup, ranks: _Ranks, rectangles: bool)
     if rectangles:
         kernel += pass_q + 2 * pass_k  # the part of one rectangle beside the sum over all
         wide += 2 * 4 * pass_k
+    is_long = shape.key_value_heads // key_heads >= _PASSES_OF_A_LONG_ROW
     return {
-        "activations": 2 * t * d * b,
+        "activations": (1 if is_long else 2) * t * d * b,
         "attention": t * (2 * q + projected + kernel) * b + t * wide + 4 * shape.heads * t + _angles(shape, setup),
         "workspace": (projected * (d + ranks.qkv)) * b,
+        "gradients": _sums(shape, ranks),
+        "weights": _streamed_blocks(shape, setup, 1),
+    }
+
+
+def _projection(shape: ModelShape, setup: Setup, ranks: _Ranks) -> dict[Part, int]:
+    b, d = setup.value_bytes, shape.hidden
+    t, tile = setup.row_tokens, min(setup.tile_tokens, setup.row_tokens)
+    projected = shape.queries + 2 * shape.keys + ranks.qkv
+    next_attention = 0 if setup.recompute_attention else t * shape.queries * b + 4 * shape.heads * t
+    return {
+        "activations": 3 * t * d * b,
+        "attention": t * projected * b + next_attention + 4 * shape.heads * t + _angles(shape, setup),
+        "workspace": (projected * (d + ranks.qkv) + tile * (2 * d + ranks.qkv)) * b,
         "gradients": _sums(shape, ranks),
         "weights": _streamed_blocks(shape, setup, 1),
     }

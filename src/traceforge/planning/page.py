@@ -36,7 +36,7 @@ class Dumbbell:
 
 @dataclass(frozen=True)
 class Picture:
-    """A dumbbell chart. `ticks`: (percent, label). `limit`: percent at which the machine ends, None = beyond the axis."""
+    """A dumbbell chart. `ticks`: (percent, label). `limit`: percent where the machine ends, None = beyond the axis."""
 
     lines: tuple[Dumbbell, ...]
     ticks: tuple[tuple[float, str], ...]
@@ -57,7 +57,7 @@ def picture_of(plan: Plan) -> Picture:
     def place(size: float) -> float:
         return 100 * (math.log2(size / _GIB) - first) / (last - first)
 
-    every = max(1, (last - first) // 8)
+    every = -(-(last - first) // 7)
     limit = plan.budget.device_bytes if on_card else plan.budget.host_bytes
     seen = limit is not None and 0 <= place(limit) <= 100
     return Picture(
@@ -65,7 +65,9 @@ def picture_of(plan: Plan) -> Picture:
             Dumbbell(f"without {name}", round(place(planned), 2), round(place(size), 2), f"{gib(size)} GiB")
             for name, size in sorted(sizes.items(), key=lambda item: item[1])
         ),
-        ticks=tuple((round(100 * (power - first) / (last - first), 2), _tick(power)) for power in range(first, last + 1, every)),
+        ticks=tuple(
+            (round(100 * (power - first) / (last - first), 2), _tick(power)) for power in range(first, last + 1, every)
+        ),
         limit=round(place(limit), 2) if seen and limit is not None else None,
         limit_label="" if limit is None else f"{'card' if on_card else 'host'} of {limit / _GIB:g} GiB",
     )
@@ -83,7 +85,11 @@ def write_page(plan: Plan, path: Path, *, title: str, estimate: Estimate | None 
         StorageError: it cannot be written.
     """
     environment = Environment(
-        loader=FileSystemLoader(_FOLDERS), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(_FOLDERS),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     book, parts = textbook_parts(plan), plan.ledger.peak.parts
     rows = [(part, gib(parts.get(part, 0)), gib(book.get(part, 0))) for part in PARTS if part in parts or part in book]

@@ -1,10 +1,10 @@
 """The plan of a run file: predicted peak by part, what each technique is worth, whether it fits, and what would.
 
-    run file + model's config ─▶ Setup ─▶ Ledger ─▶ Plan
-                                   │
-                                   ├─ each technique turned off in turn      what it is worth
-                                   ├─ rows longer and shorter                the longest that fits
-                                   └─ settings that save more                what would make it fit
+run file + model's config ─▶ Setup ─▶ Ledger ─▶ Plan
+                               │
+                               ├─ each technique turned off in turn      what it is worth
+                               ├─ rows longer and shorter                the longest that fits
+                               └─ settings that save more                what would make it fit
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from traceforge.planning.budget import CARD_RESERVE, Budget
 from traceforge.planning.generic_path import generic_ledger
 from traceforge.planning.lean_path import lean_ledger
 from traceforge.planning.ledger import Ledger
-from traceforge.planning.setup import Device, Setup
+from traceforge.planning.setup import Setup
 from traceforge.planning.textbook import Textbook, textbook
 from traceforge.samples.model_shape import ModelShape
 
+HEAP_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
+"""An environment variable, not a setting of the run file: glibc gives larger freed blocks back to the system."""
+_SMALL_BLOCK = 2**20
 _LONGEST = 2**24
 
 
@@ -143,7 +146,7 @@ def longest_row(shape: ModelShape, setup: Setup, budget: Budget) -> int:
 def _without_each(shape: ModelShape, setup: Setup) -> list[WithoutOne]:
     turned_off: list[tuple[str, str, bool, Callable[[Setup], Setup]]] = [
         ("weights in 4 bits", "model.quantization", setup.nf4, lambda s: replace(s, nf4=False)),
-        ("adapters only", "adapter.kind", setup.rank is not None, _all_trained),
+        ("LoRA", "adapter.kind", setup.rank is not None, _all_trained),
         ("layers' weights on the host", "memory.placement", setup.streamed, lambda s: replace(s, streamed=False)),
         ("activations on the host", "memory.path", setup.lean and setup.device == "cuda", _generic),
         (
@@ -153,7 +156,7 @@ def _without_each(shape: ModelShape, setup: Setup) -> list[WithoutOne]:
             lambda s: replace(s, recompute_layers=False),
         ),
         ("logits in chunks", "memory.logits_chunk_tokens", setup.chunk_tokens is not None, _all_logits),
-        ("attention without a score matrix", "model.attention", not setup.score_matrix, _score_matrix),
+        ("fused attention", "model.attention", not setup.score_matrix, _score_matrix),
     ]
     found = []
     for technique, setting, is_on, turn_off in turned_off:
@@ -185,21 +188,21 @@ def _score_matrix(setup: Setup) -> Setup:
 
 
 def _ways_out(shape: ModelShape, setup: Setup, config: RunConfig, budget: Budget) -> list[WayOut]:
-    """Return what would make the run fit: the techniques that are off, alone and together, then a shorter row."""
+    """Return what would make the run fit: settings that save memory, each alone or else together; or a shorter row."""
     saving = _saving_settings(setup, config)
     found: list[WayOut] = []
-    for name, change in saving:
-        _try(shape, change(setup), budget, (name,), found)
+    for names, change in saving:
+        _try(shape, change(setup), budget, names, found)
     if not found and saving:
-        together = setup
+        together, all_names = setup, dict.fromkeys(name for names, _ in saving for name in names)
         for _, change in saving:
             together = change(together)
-        _try(shape, together, budget, tuple(name for name, _ in saving), found)
+        _try(shape, together, budget, tuple(all_names), found)
     shorter = longest_row(shape, setup, budget)
-    if shorter >= config.data.max_tokens:
-        _try(shape, _of_length(setup, shorter), budget, (f"training.tokens_per_row = {shorter}",), found)
-    elif shorter >= 2:
-        names = (f"data.max_tokens = {shorter}", f"training.tokens_per_row = {shorter}")
+    if shorter >= 2:
+        names = (f"training.tokens_per_row={shorter}",)
+        if shorter < config.data.max_tokens:
+            names = (f"data.max_tokens={shorter}", *names)
         _try(shape, _of_length(setup, shorter), budget, names, found)
     return found
 
@@ -215,40 +218,44 @@ def _try(shape: ModelShape, setup: Setup, budget: Budget, names: tuple[str, ...]
         found.append(WayOut(names, device_bytes(ledger, setup), host_bytes(ledger, setup)))
 
 
-def _saving_settings(setup: Setup, config: RunConfig) -> list[tuple[str, Callable[[Setup], Setup]]]:
-    """Return the settings that save memory and are off, in the order of what they cost."""
+def _saving_settings(setup: Setup, config: RunConfig) -> list[tuple[tuple[str, ...], Callable[[Setup], Setup]]]:
+    """Return what saves memory and is off, as it is written after `--set`, in the order of what it costs."""
     if setup.rank is None:
         return []
-    options: list[tuple[str, bool, Callable[[Setup], Setup]]] = [
+    on_card, shortest = setup.device == "cuda", config.data.max_tokens
+    to_lean = ("memory.recompute_layers=false",) if config.memory.recompute_layers else ()
+    if config.memory.path == "generic":
+        to_lean = (*to_lean, "memory.path=lean")
+    options: list[tuple[tuple[str, ...], bool, Callable[[Setup], Setup]]] = [
         (
-            f"training.tokens_per_row = {config.data.max_tokens}",
-            setup.row_tokens > config.data.max_tokens,
-            lambda s: _of_length(s, config.data.max_tokens),
+            (f"training.tokens_per_row={shortest}",),
+            setup.row_tokens > shortest and config.objective.method == "sft",
+            lambda s: _of_length(s, shortest),
         ),
-        ("memory.path = 'lean'", not setup.lean and setup.device == "cuda", _lean),
+        ((*to_lean, "memory.path=lean"), on_card and not setup.lean, _lean),
         (
-            "memory.recompute_layers = true",
-            not setup.lean and not setup.recompute_layers and setup.device == "cpu",
+            ("memory.recompute_layers=true",),
+            not on_card and not setup.lean and not setup.recompute_layers,
             lambda s: replace(s, recompute_layers=True),
         ),
-        ("model.quantization = 'nf4'", not setup.nf4, lambda s: replace(s, nf4=True)),
+        (("model.quantization=nf4",), not setup.nf4, lambda s: replace(s, nf4=True)),
         (
-            "memory.recompute_attention = true",
-            setup.device == "cuda" and not setup.recompute_attention,
+            (*to_lean, "memory.recompute_attention=true"),
+            on_card and not setup.recompute_attention,
             lambda s: replace(_lean(s), recompute_attention=True),
         ),
         (
-            "memory.placement = 'streamed'",
-            setup.device == "cuda" and not setup.streamed,
+            (*to_lean, "memory.placement=streamed"),
+            on_card and not setup.streamed,
             lambda s: replace(_lean(s), streamed=True),
         ),
         (
-            "environment variable MALLOC_MMAP_THRESHOLD_=1048576",
-            setup.device == "cpu" and not setup.heap_reuses,
-            lambda s: replace(s, heap_reuses=True),
+            (f"{HEAP_VARIABLE}={_SMALL_BLOCK}",),
+            not on_card and setup.heap_block_bytes > _SMALL_BLOCK,
+            lambda s: replace(s, heap_block_bytes=_SMALL_BLOCK),
         ),
     ]
-    return [(name, change) for name, is_off, change in options if is_off]
+    return [(tuple(dict.fromkeys(names)), change) for names, is_off, change in options if is_off]
 
 
 def _lean(setup: Setup) -> Setup:

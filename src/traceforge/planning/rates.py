@@ -22,8 +22,8 @@ class Rates:
     """Measured rates of a card, in bfloat16.
 
     Args:
-        matmul_tflops, attention_forward_tflops, attention_backward_tflops: of large plain cases (attention: causal, heads
-            of 128).
+        matmul_tflops: of large products.
+        attention_forward_tflops, attention_backward_tflops: causal, heads of 128.
         reached: share of these rates that a whole update reaches.
         power_w: mean draw in updates; None = not measured.
     """

@@ -1,5 +1,4 @@
-"""What of a run file and a model decides how much memory a run takes: one flat record, which techniques are turned off in
-one by one to see what each is worth."""
+"""What of a run file decides how much memory a run takes: one flat record, in which techniques can be turned off."""
 
 from __future__ import annotations
 
@@ -15,6 +14,8 @@ _NF4_BITS = 4
 _NF4_BLOCK, _NF4_OUTER_BLOCK = 64, 256
 RANK_MULTIPLE = 64
 """On the lean path in 16 bits, the ranks of linears that share an input are padded to a multiple of this."""
+LARGEST_HEAP_BLOCK = 32 * 2**20
+"""Where glibc's own limit stops growing (DEFAULT_MMAP_THRESHOLD_MAX of a 64-bit system)."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Setup:
         recompute_attention: lean path: attention again in the backward pass instead of its output on the host.
         tile_tokens: lean path: tokens of a tile.
         recompute_layers: generic path: only layer inputs are kept.
-        chunk_tokens: trained positions whose logits exist at one time; None = all logits at once, as an unfused loss has.
+        chunk_tokens: trained positions whose logits exist at one time; None = the logits of all positions.
         score_matrix: attention as softmax over a stored [T, T] matrix of each head.
         row_tokens: tokens of the longest row.
         target_tokens: trained tokens of it.
@@ -54,8 +55,8 @@ class Setup:
     row_tokens: int
     target_tokens: int
     single_row: bool
-    heap_reuses: bool = False
-    """CPU: large blocks go back to the system when freed (MALLOC_MMAP_THRESHOLD_ is set)."""
+    heap_block_bytes: int = LARGEST_HEAP_BLOCK
+    """CPU: larger blocks go back to the system when they are freed."""
 
     def trained_parameters(self, shape: ModelShape) -> int:
         """Return the weights that are trained."""
@@ -91,14 +92,14 @@ def setup_of(
     *,
     row_tokens: int | None = None,
     target_tokens: int | None = None,
-    heap_reuses: bool = False,
+    heap_block_bytes: int = LARGEST_HEAP_BLOCK,
 ) -> Setup:
     """Return the setup that a run file comes to on a device.
 
     Args:
         row_tokens: tokens of the longest row; None = the longest that the settings allow.
         target_tokens: trained tokens of it; None = all.
-        heap_reuses: see `Setup`.
+        heap_block_bytes: see `Setup`.
     """
     memory, adapter = config.memory, config.adapter
     tokens = config.tokens_per_row if row_tokens is None else row_tokens
@@ -119,7 +120,7 @@ def setup_of(
         row_tokens=tokens,
         target_tokens=tokens if target_tokens is None else target_tokens,
         single_row=config.items_per_update == 1 and config.data.group == "none",
-        heap_reuses=heap_reuses,
+        heap_block_bytes=heap_block_bytes,
     )
 
 

@@ -1,7 +1,7 @@
-"""What the same row would take without any technique: the accounting of textbooks, to see what the techniques are worth.
+"""What the same row would take without any technique: the accounting of textbooks.
 
-All parameters trained by Adam in mixed precision (16-bit weights, their gradients, and in float32 a master copy with two
-moments), attention's scores stored for every head and layer, every layer's input kept, all logits at once.
+All parameters trained by Adam in mixed precision (16-bit weights, their gradients, and in float32 a master copy with
+two moments), attention's scores stored for every head and layer, every layer's input kept, all logits at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from traceforge.samples.model_shape import ModelShape
 
 _NARROW, _WIDE = 2, 4
 _UNFUSED_LOGIT = 16
-"""Bytes a logit that an unfused loss holds at its worst: the logits in float32, their log-softmax, its gradient, theirs."""
+"""Bytes a logit that a plain loss holds at its worst: in float32 the logits, their log-softmax, and both gradients."""
 
 
 @dataclass(frozen=True)

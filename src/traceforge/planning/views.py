@@ -93,14 +93,25 @@ def _closing_lines(plan: Plan, estimate: Estimate | None) -> list[str]:
     if plan.longest_row_tokens is not None:
         beyond = plan.shape.positions is not None and plan.longest_row_tokens > plan.shape.positions
         note = f" (the model has {plan.shape.positions:,} positions, which bind each sample)" if beyond else ""
+        if not plan.longest_row_tokens:
+            smallest = min(plan.ledger.moments, key=lambda moment: moment.total)
+            loading = next((each for each in plan.ledger.moments if each.name == "loading"), smallest)
+            note = f": {loading.name} alone takes {gib(loading.total)} GiB"
         lines.append(f"longest row that fits: {plan.longest_row_tokens:,} tokens{note}")
     if plan.is_checked and not plan.fits:
         lines.append("it would fit with:" if plan.ways_out else "no setting of these makes it fit")
         on_card = plan.setup.device == "cuda"
         for way in plan.ways_out:
             size = way.device_bytes if on_card else way.host_bytes
-            lines.append(f"  {' and '.join(way.settings)}  ({gib(size)} GiB)")
+            lines.append(f"  {as_options(way.settings)}  ({gib(size)} GiB)")
     return lines if len(lines) > 1 else []
+
+
+def as_options(settings: tuple[str, ...]) -> str:
+    """Return settings as they are typed; an environment variable stands before the command."""
+    options = [f"--set {each}" for each in settings if "." in each]
+    variables = [f"{each} before the command" for each in settings if "." not in each]
+    return " ".join(options) if not variables else " and ".join([*([" ".join(options)] if options else []), *variables])
 
 
 def as_dict(plan: Plan, *, estimate: Estimate | None = None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """A dense decoder with gated MLPs (Llama, Mistral, Qwen2, Qwen3). `layers` are counted; the rest are widths.
 
     `qkv_bias`, `output_bias`, `mlp_bias`: whether those linears have biases. `head_norms`: queries and keys have an RMS
-    norm of each head. `tied`: the output layer is the embedding. `positions`: the most a sample may have, None = not said.
+    norm of each head. `tied`: the output layer is the embedding. `positions`: most of a sample, None = not said.
     """
 
     layers: int

@@ -32,6 +32,7 @@ from traceforge.evidence.schema import (
     ModelIdentity,
     Monitor,
     Packing,
+    PlannedMemory,
     Preflight,
     PreflightFinding,
     Quantization,
@@ -46,7 +47,9 @@ from traceforge.evidence.summaries import percentile_95
 from traceforge.models.language_model import LanguageModel
 from traceforge.models.load import ModelLocation, linears_4bit
 from traceforge.parallel.world import ONE_PROCESS, World
+from traceforge.planning.plan import Plan
 from traceforge.training.evaluation import EvaluationResult
+from traceforge.training.fitting import plan_of, planned_memory
 from traceforge.training.loop import Job
 from traceforge.training.measure import fingerprints, memory_parts, peak_device_bytes, peak_host_bytes
 from traceforge.training.methods import Sets
@@ -64,6 +67,7 @@ class Attempt:
         stage: where it is; a failure is filed under it.
         world: the ranks; each has an attempt of its own, and that of rank 0 is written.
         watch: the monitor of rank 0; None in a dry run and on other ranks.
+        plan: of the longest row that was to run.
         preflight: what this rank found of its machine before it began.
         start_fingerprints: digests of the trained weights before the first update.
     """
@@ -82,6 +86,7 @@ class Attempt:
     world: World = ONE_PROCESS
     watch: Watch | None = None
     preflight: Examination | None = None
+    plan: Plan | None = None
     start_fingerprints: dict[str, bytes] = field(default_factory=dict)
     baseline_name: str = "base model"
     notes: list[str] = field(default_factory=list)
@@ -135,6 +140,7 @@ class Attempt:
             mechanism_metrics=self._metrics(baseline, candidate),
             techniques=self._techniques(),
             preflight=None if self.preflight is None else _preflight(self.preflight),
+            planned_memory=self._planned_memory(),
             monitor=self._monitor(),
             failure=failure,
             artifacts=tuple(self.artifacts),
@@ -156,6 +162,13 @@ class Attempt:
             rank=self.world.rank if several else None,
             exit_code=getattr(error, "exit_code", 1) if several else None,
         )
+
+    def _planned_memory(self) -> PlannedMemory | None:
+        """Return the plan of the longest row that ran on this rank, or of the one that was to run."""
+        plan = self.plan
+        if plan is not None and self.location is not None and self.job is not None and self.job.longest_row[0]:
+            plan, _ = plan_of(self.config, self.world, str(self.location.folder), self.job.longest_row)
+        return None if plan is None else planned_memory(plan)
 
     def _monitor(self) -> Monitor:
         if self.watch is None:

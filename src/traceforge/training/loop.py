@@ -19,6 +19,7 @@ from traceforge.models.language_model import LanguageModel
 from traceforge.parallel.world import ONE_PROCESS, World
 from traceforge.training.clock import Clock, is_due
 from traceforge.training.evaluation import EvaluationResult, evaluate
+from traceforge.training.fitting import LongestRow, longest_of
 from traceforge.training.interrupts import StopRequest
 from traceforge.training.measure import peak_device_bytes, peak_host_bytes
 from traceforge.training.methods import Item, Method
@@ -66,6 +67,7 @@ class Job:
     forks_run: int = 0
     samples_run: int = 0
     trained_tokens_run: int = 0
+    longest_row: LongestRow = (0, 0)
 
 
 def train(job: Job) -> None:
@@ -176,6 +178,7 @@ def _record(
     job.samples_run += update.num_samples
     trained_tokens = sum(item.num_trained_tokens for item in items)
     job.trained_tokens_run += trained_tokens
+    job.longest_row = max(job.longest_row, longest_of(update.rows))
     allocated, _ = peak_device_bytes(job.model.device)
     job.recorder.update(
         {

@@ -37,6 +37,7 @@ from traceforge.training.attempt import Attempt
 from traceforge.training.checkpoint import check_continues, read_checkpoint, restore, save_checkpoint
 from traceforge.training.clock import Clock
 from traceforge.training.evaluation import fixed_sets, without_trace
+from traceforge.training.fitting import longest_planned_row, plan_of, require_fit
 from traceforge.training.interrupts import Interrupted, Stop, StopRequest
 from traceforge.training.joining import check_same, join
 from traceforge.training.loop import Job, measure, train
@@ -139,6 +140,8 @@ def _carry_out(
     recorder.write_samples(_mask_views(fixed_sets(config, sets), tokenizer))
     progress.say(_data_line(sets))
 
+    _plan(attempt, sets, progress)
+
     attempt.enter("model_loading_and_baseline")
     attempt.job = job = _load(attempt, sets, recorder, progress, extend)
     job.stop = stop
@@ -182,6 +185,21 @@ def _look_at_machine(attempt: Attempt, recorder: RunRecorder, progress: RunProgr
         note = f"matrix products go through {FALL_BACK}: cuBLAS refused one"
         attempt.notes.append(note)
         progress.say(note)
+
+
+def _plan(attempt: Attempt, sets: Sets, progress: RunProgress) -> None:
+    """Plan the longest row of the run; a card that it cannot fit on is told before weights are read."""
+    config = attempt.config
+    assert attempt.location is not None
+    order = UpdateOrder(sets.train, items_per_update=config.items_per_update, seed=config.training.seed)
+    lists = order.updates_of_pass(0)[: config.training.updates]
+    longest = longest_planned_row(lists, tokens_per_row=config.tokens_per_row, attention=config.model.attention)
+    attempt.plan, why_not = plan_of(config, attempt.world, str(attempt.location.folder), longest)
+    if attempt.plan is None:
+        attempt.notes.append(f"memory was not planned: {why_not}")
+    elif (said := require_fit(attempt.plan, config)) is not None:
+        attempt.notes.append(said)
+        progress.say(said)
 
 
 def _load(attempt: Attempt, sets: Sets, recorder: RunRecorder, progress: RunProgress, extend: Path | None) -> Job:
