@@ -3,11 +3,11 @@
     python benchmarks/monitor.py [--rounds 12] [--json FILE]
 
 Work     Products of matrices in torch, some seconds of processor time, beside the monitor.
-Rivals   `off`: the work alone. `on`: with a sampler that samples 20 times as often as a run does, so that the difference
-         is larger than the noise; it is divided by 20. They take turns, and medians count.
-Cards    Through the real driver where there is one. Without one through stand-ins: a library whose calls return at once
-         (what the monitor itself costs), and a program `nvidia-smi` that prints recorded lines (what starting one costs;
-         its own processor time is counted, too).
+Rivals   `off`: the work alone. `on`: with a sampler that samples 20 times as often as a run does, so that the
+         difference is larger than the noise; it is divided by 20. They take turns, and medians count.
+Cards    Through the real driver where there is one. Without one through stand-ins: a library whose calls return at
+         once (what the monitor itself costs), and a program `nvidia-smi` that prints recorded lines (what starting one
+         costs; its own processor time is counted, too).
 Must     Less than 0.5% of the work.
 """
 

@@ -6,8 +6,8 @@ heads, R padded rank of a folded linear, V vocabulary, b bytes of a value. All s
 Forward  x, [q|k|v] before RoPE, and after it, attention's output twice (as the kernel gives it, and by heads).
 Head     hidden states, the output layer, logits of one chunk, d(logp)/d(hidden) of every trained token.
 MLP      x, attention's output and its gradient, the layer's gradient; a tile's intermediates; three folded matrices.
-Attention the same with [q|k|v] and its folded gradient, and what the kernel's backward takes for a few heads; x only in a
-         short row (less than four passes over the heads), a long one lets go of it meanwhile.
+Attention the same with [q|k|v] and its folded gradient, and what the kernel's backward takes for a few heads; x only
+         in a short row (less than four passes over the heads), a long one lets go of it meanwhile.
 Projection x, [q|k|v] with its folded gradient, the layer's gradient, and already what the layer before it has saved.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from traceforge.planning.ledger import Ledger, Moment, Part, moment
+from traceforge.planning.ledger import LOADING, Ledger, Moment, Part, moment
 from traceforge.planning.setup import RANK_MULTIPLE, Setup
 from traceforge.samples.model_shape import ModelShape
 
@@ -48,7 +48,7 @@ def lean_ledger(shape: ModelShape, setup: Setup, *, rectangles: bool = True) -> 
     gradients: dict[Part, int] = {"gradients": 4 * setup.trained_parameters(shape)}
     at_forward: dict[Part, int] = {} if setup.single_row else gradients
     moments = [
-        moment("loading", fixed, _loading(shape, setup)),
+        moment(LOADING, fixed, _loading(shape, setup)),
         moment("forward, attention", fixed, at_forward, _forward(shape, setup, ranks, rectangles)),
         moment("log-probabilities", fixed, at_forward, _head(shape, setup)),
         moment("backward, MLP", fixed, gradients, _mlp(shape, setup, ranks)),

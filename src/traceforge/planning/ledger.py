@@ -12,6 +12,8 @@ Part = Literal[
 PARTS: tuple[Part, ...] = (
     "weights", "adapter", "optimizer", "gradients", "attention", "activations", "logits", "workspace", "process",
 )  # fmt: skip
+LOADING = "loading"
+"""The moment before the first update; the others are of updates."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Ledger:
     def peak(self) -> Moment:
         """The moment at which most is held."""
         return max(self.moments, key=lambda moment: moment.total)
+
+    @property
+    def update_peak(self) -> Moment:
+        """The moment of an update at which most is held: loading does not count."""
+        return max((each for each in self.moments if each.name != LOADING), key=lambda moment: moment.total)
 
     @property
     def host_bytes(self) -> int:

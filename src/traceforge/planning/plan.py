@@ -105,8 +105,11 @@ def plan_run(shape: ModelShape, setup: Setup, config: RunConfig, budget: Budget)
 
 
 def ledger_of(shape: ModelShape, setup: Setup) -> Ledger:
-    """Return what a setup holds, by its path."""
-    return lean_ledger(shape, setup) if setup.lean else generic_ledger(shape, setup)
+    """Return what a setup holds, by its path; attention may come as one rectangle or as several, and more counts."""
+    if not setup.lean:
+        return generic_ledger(shape, setup)
+    both = (lean_ledger(shape, setup, rectangles=several) for several in (True, False))
+    return max(both, key=lambda ledger: ledger.peak.total)
 
 
 def host_bytes(ledger: Ledger, setup: Setup) -> int:

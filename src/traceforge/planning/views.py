@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from traceforge.planning.budget import CARD_RESERVE
-from traceforge.planning.ledger import PARTS, Part
+from traceforge.planning.ledger import LOADING, PARTS, Part
 from traceforge.planning.plan import Plan, device_bytes, host_bytes
 from traceforge.planning.rates import Estimate
 
@@ -95,7 +95,7 @@ def _closing_lines(plan: Plan, estimate: Estimate | None) -> list[str]:
         note = f" (the model has {plan.shape.positions:,} positions, which bind each sample)" if beyond else ""
         if not plan.longest_row_tokens:
             smallest = min(plan.ledger.moments, key=lambda moment: moment.total)
-            loading = next((each for each in plan.ledger.moments if each.name == "loading"), smallest)
+            loading = next((each for each in plan.ledger.moments if each.name == LOADING), smallest)
             note = f": {loading.name} alone takes {gib(loading.total)} GiB"
         lines.append(f"longest row that fits: {plan.longest_row_tokens:,} tokens{note}")
     if plan.is_checked and not plan.fits:
