@@ -25,9 +25,7 @@ from typing import Any
 
 import torch
 
-_HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(_HERE))
-sys.path.insert(0, str(_HERE.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from gpu_shapes import write_checkpoint
 
@@ -40,6 +38,7 @@ from traceforge.planning.rates import estimate, rates_of
 from traceforge.planning.setup import setup_of
 from traceforge.run_files import parse_run
 
+_HERE = Path(__file__).resolve().parent
 GIB = 2**30
 MOST_ABOVE, MOST_BELOW = 0.08, 0.03
 PROMPT, REPLY = 77_824, 4_096
