@@ -11,8 +11,8 @@ import typer
 import typer.core
 
 from traceforge import __version__
-from traceforge.console import prepare_terminal, print_result, print_run, show_error
-from traceforge.errors import TraceForgeError, UsageError
+from traceforge.console import prepare_terminal, print_result, print_run, show_failure
+from traceforge.errors import UsageError
 
 _VERBS = ("demo", "ingest", "build", "inspect", "plan", "doctor", "train", "evaluate", "compare", "report", "version")
 
@@ -28,8 +28,8 @@ app = typer.Typer(
     name="traceforge",
     cls=_VerbsInOrder,
     help="Agent logs in, a LoRA adapter with evidence and a report out.",
-    epilog="Exit codes: 0 done; 1 a named failure; 2 wrong usage, config or input; 3 a gate failed or two ways of "
-    "computing disagree; 130/143 interrupted, state saved. Start with `traceforge demo`.",
+    epilog="Exit codes: 0 done; 1 a named failure; 2 wrong usage, config or input; 3 it does not fit, a gate failed, "
+    "or two ways of computing disagree; 130/143 interrupted, state saved. Start with `traceforge demo`.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -207,9 +207,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
     gpu_gib: Annotated[
         float | None, typer.Option("--gpu-gib", metavar="GIB", min=0.1, help="Memory of the card; without it: the CPU.")
     ] = None,
-    host_gib: Annotated[
-        float | None, typer.Option("--host-gib", metavar="GIB", min=0.1, help="Memory of the host.")
-    ] = None,
+    host_gib: Annotated[float | None, typer.Option("--host-gib", metavar="GIB", min=0.1, help="Of the host.")] = None,
     row_tokens: Annotated[
         int | None,
         typer.Option("--row-tokens", metavar="N", min=2, help="Plan a row of N tokens, not the longest allowed."),
@@ -396,21 +394,6 @@ def main() -> NoReturn:
     try:
         result = app(standalone_mode=False)
         code = result if isinstance(result, int) else 0
-    except TraceForgeError as error:
-        show_error(error, debug=_state["debug"])
-        code = error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        typer.echo("interrupted", err=True)
-        code = 130
-    except BrokenPipeError:
-        sys.stderr.close()
-        code = 0
-    except Exception as error:
-        show_usage = getattr(error, "show", None)  # the parser's own errors know how to show themselves
-        if callable(show_usage):
-            show_usage()
-            code = int(getattr(error, "exit_code", 2))
-        else:
-            show_error(error, debug=_state["debug"])
-            code = 1
+    except (Exception, KeyboardInterrupt) as error:
+        code = show_failure(error, debug=_state["debug"])
     sys.exit(code)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 Status = Literal["pass", "warn", "fail"]
 
-_WIDTH = 14
+_WIDTH = 16
 
 
 @dataclass(frozen=True)

@@ -279,6 +279,8 @@ class MechanismMetrics(EvidencePart):
     peak_host_bytes: int | None = None
     memory_parts_bytes: dict[str, int] = Field(default_factory=dict)
     """Memory by part (weights, gradients, optimizer, ...), where it was measured."""
+    weight_bytes_by_dtype: dict[str, int] = Field(default_factory=dict)
+    """Weights and buffers as loaded, the adapter included; packed 4-bit weights count as uint8."""
     train_loss_decreased: bool | None = None
     evaluation_loss_finite: bool | None = None
 

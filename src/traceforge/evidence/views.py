@@ -28,7 +28,13 @@ from traceforge.evidence.schema import (
 
 _MOST_REASONS = 40
 _MOST_EXAMPLES = 5
-_MEMORY_FIELDS = {"peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes", "memory_parts_bytes"}
+_MEMORY_FIELDS = {
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "peak_host_bytes",
+    "memory_parts_bytes",
+    "weight_bytes_by_dtype",
+}
 
 Facts = list[tuple[str, str]]
 

@@ -68,6 +68,7 @@ class Attempt:
         world: the ranks; each has an attempt of its own, and that of rank 0 is written.
         watch: the monitor of rank 0; None in a dry run and on other ranks.
         plan: of the longest row that was to run.
+        weight_bytes: of the model by dtype, as loaded.
         preflight: what this rank found of its machine before it began.
         start_fingerprints: digests of the trained weights before the first update.
     """
@@ -87,6 +88,7 @@ class Attempt:
     watch: Watch | None = None
     preflight: Examination | None = None
     plan: Plan | None = None
+    weight_bytes: dict[str, int] = field(default_factory=dict)
     start_fingerprints: dict[str, bytes] = field(default_factory=dict)
     baseline_name: str = "base model"
     notes: list[str] = field(default_factory=list)
@@ -292,6 +294,7 @@ class Attempt:
             if self.start_fingerprints:
                 now = fingerprints(trainable)
                 facts["parameters_changed"] = sum(now[name] != old for name, old in self.start_fingerprints.items())
+            facts["weight_bytes_by_dtype"] = self.weight_bytes
             facts["peak_allocated_bytes"], facts["peak_reserved_bytes"] = peak_device_bytes(self.device)
         if self.job is not None:
             facts |= _job_metrics(self.job)

@@ -29,7 +29,7 @@ from traceforge.evidence.schema import Artifact, Evidence
 from traceforge.hashes import folder_sha256
 from traceforge.models.adapters import adapter_base, save_adapter
 from traceforge.models.language_model import load_language_model
-from traceforge.models.load import locate_model
+from traceforge.models.load import locate_model, weight_bytes_by_dtype
 from traceforge.samples.dataset import SampleSets
 from traceforge.samples.mask_view import mask_segments
 from traceforge.samples.tokenizer import load_tokenizer
@@ -41,7 +41,7 @@ from traceforge.training.fitting import longest_planned_row, plan_of, require_fi
 from traceforge.training.interrupts import Interrupted, Stop, StopRequest
 from traceforge.training.joining import check_same, join
 from traceforge.training.loop import Job, measure, train
-from traceforge.training.measure import fingerprints
+from traceforge.training.measure import fingerprints, wide_frozen_weights
 from traceforge.training.methods import Item, Sets, load_sets, method_of
 from traceforge.training.optimizer import build_optimizer
 from traceforge.training.order import UpdateOrder
@@ -210,6 +210,9 @@ def _load(attempt: Attempt, sets: Sets, recorder: RunRecorder, progress: RunProg
     if checkpoint is not None:
         check_continues(checkpoint, config, sets.statistics.train_ids_hash)
     attempt.model = model = load_language_model(config, attempt.location, attempt.device)
+    attempt.weight_bytes = weight_bytes_by_dtype(model.model)
+    if wide := wide_frozen_weights(model):
+        attempt.notes.append(f"held in float32 beside {config.model.dtype} arithmetic: {', '.join(wide)}")
     world = attempt.world
     world.start()
     order = UpdateOrder(sets.train, items_per_update=config.items_per_update, seed=config.training.seed)
