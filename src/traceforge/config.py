@@ -224,8 +224,8 @@ class MemorySettings(_Section):
 
     path: Literal["auto", "generic", "lean"] = "auto"
     """`lean`: layers with a hand-written forward and backward that keep nothing on the device in between (LoRA on
-    Llama, Mistral, Qwen2, Qwen3). `generic`: the model's own layers. `auto`: lean on a GPU where the model admits it;
-    the evidence says which ran and why."""
+    Llama, Mistral, Qwen2, Qwen3). `generic`: the model's own layers. `auto`: lean on a GPU where the model admits
+    it; the evidence says which ran and why."""
     placement: Literal["resident", "streamed"] = "resident"
     """Where the lean path holds the layers' frozen weights: on the device, or on the host, from where each layer comes
     when it is needed."""

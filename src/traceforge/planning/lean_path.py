@@ -7,7 +7,7 @@ Forward  x, [q|k|v] before RoPE, and after it, attention's output twice (as the 
 Head     hidden states, the output layer, logits of one chunk, d(logp)/d(hidden) of every trained token.
 MLP      x, attention's output and its gradient, the layer's gradient; a tile's intermediates; three folded matrices.
 Attention the same with [q|k|v] and its folded gradient, and what the kernel's backward takes for a few heads; x only
-         in a short row (less than four passes over the heads), a long one lets go of it meanwhile.
+         in a short row (one pass over the heads), a long one lets go of it meanwhile.
 Projection x, [q|k|v] with its folded gradient, the layer's gradient, and already what the layer before it has saved.
 """
 
@@ -22,7 +22,9 @@ from traceforge.samples.model_shape import ModelShape
 _PAGE = 4096
 _FULL_PASS = 2**18
 """As the layers have it: query heads x tokens that attention's backward takes at one time."""
-_PASSES_OF_A_LONG_ROW = 4
+_PASSES_OF_A_LONG_ROW = 2
+_SHORT_ROW_TOKENS = 8192
+"""As `models/lean.py`: the output layer of a row no longer than this comes while its layers run."""
 _HOST_PROCESS = 3 * 2**30
 """Resident memory of Python with torch and the CUDA libraries; not measured per machine."""
 
@@ -115,6 +117,8 @@ def _forward(shape: ModelShape, setup: Setup, ranks: _Ranks, rectangles: bool) -
     heads = _pass(shape, t) if rectangles else shape.key_value_heads
     q, k = heads * shape.heads // shape.key_value_heads * shape.head_size, heads * shape.head_size
     projected = shape.queries + 2 * shape.keys + ranks.qkv
+    comes_early = setup.device == "cuda" and t <= _SHORT_ROW_TOKENS
+    output = shape.vocabulary * shape.hidden * b if comes_early else 0
     merged = 4 * q if rectangles else 0  # wide sums of the queries that several rectangles share
     return {
         "activations": t * shape.hidden * b,
@@ -122,7 +126,7 @@ def _forward(shape: ModelShape, setup: Setup, ranks: _Ranks, rectangles: bool) -
         + t * merged // 4  # at most the last bucket and the branches: far from all queries
         + 4 * shape.heads * t
         + _angles(shape, setup),
-        "weights": _streamed_blocks(shape, setup, 2),
+        "weights": _streamed_blocks(shape, setup, 2) + output,
     }
 
 
