@@ -30,11 +30,12 @@ _CUDA_PROCESS = 3 * 2**30
 def generic_ledger(shape: ModelShape, setup: Setup) -> Ledger:
     """Return what a run through the model's own layers holds."""
     trained = setup.trained_parameters(shape)
-    fixed: dict[Part, int] = {
-        "weights": setup.frozen_layer_bytes(shape) + setup.vocabulary_bytes(shape) + setup.small_bytes(shape),
-        "adapter": 4 * trained,
-        "optimizer": setup.moments_bytes * trained,
-    }
+    frozen = setup.frozen_layer_bytes(shape) + setup.vocabulary_bytes(shape) + setup.small_bytes(shape)
+    fixed: dict[Part, int] = {"weights": frozen, "optimizer": setup.moments_bytes * trained}
+    if setup.rank is None:
+        fixed["weights"] += 4 * trained
+    else:
+        fixed["adapter"] = 4 * trained
     if setup.device == "cpu":
         fixed |= {"process": CPU_PROCESS, "workspace": _left_in_heap(shape, setup)}
     gradients: dict[Part, int] = {"gradients": 4 * trained}
@@ -42,7 +43,7 @@ def generic_ledger(shape: ModelShape, setup: Setup) -> Ledger:
     moments = (
         moment("log-probabilities", fixed, {} if setup.single_row else gradients, kept, _head(shape, setup)),
         moment("backward, one layer", fixed, gradients, kept, _one_layer(shape, setup)),
-        moment("optimizer", fixed, gradients, {"workspace": 4 * trained}),
+        moment("optimizer", fixed, gradients, {"workspace": _in_optimizer(shape, setup)}),
     )
     return Ledger(moments, {}, {"process": _CUDA_PROCESS} if setup.device == "cuda" else {})
 
@@ -61,12 +62,23 @@ def layer_bytes(shape: ModelShape, setup: Setup) -> tuple[int, int]:
     return attention, others
 
 
+def _in_optimizer(shape: ModelShape, setup: Setup) -> int:
+    """Return what Adam's arithmetic takes: all weights at once on a card, one after the other on the CPU."""
+    if setup.device == "cuda":
+        return 4 * setup.trained_parameters(shape)
+    widest = max(shape.vocabulary, shape.intermediate) if setup.rank is None else setup.rank
+    return 4 * widest * max(shape.hidden, shape.intermediate if setup.rank is not None else 0)
+
+
 def _kept(shape: ModelShape, setup: Setup) -> dict[Part, int]:
     """Return what the forward pass leaves for the backward pass."""
+    # Trained weights are float32; autocast keeps a narrow copy of each for the backward pass.
+    narrow = setup.value_bytes * shape.linear_parameters() if setup.rank is None and setup.value_bytes < 4 else 0
     if setup.recompute_layers:
-        return {"activations": shape.layers * setup.row_tokens * shape.hidden * setup.value_bytes}
+        inputs = shape.layers * setup.row_tokens * shape.hidden * setup.value_bytes
+        return {"activations": inputs, "weights": narrow}
     attention, others = layer_bytes(shape, setup)
-    return {"attention": shape.layers * attention, "activations": shape.layers * others}
+    return {"attention": shape.layers * attention, "activations": shape.layers * others, "weights": narrow}
 
 
 def _one_layer(shape: ModelShape, setup: Setup) -> dict[Part, int]:

@@ -113,6 +113,16 @@ def test_on_the_cpu_the_predicted_peak_is_near_the_measured_one(tokens, changes,
     assert 0.95 * measured_gib <= predicted <= 1.15 * measured_gib
 
 
+def test_training_all_parameters_on_the_cpu_takes_what_the_textbook_experiment_took():
+    """Measured: 2.8 GiB, rows of 256 tokens; its weights, gradients and moments alone are 16 bytes a parameter."""
+    config = load_run_file(ROOT / "examples" / "sft_instruction_cpu.toml")
+    smollm2 = find_shape("not used", given=CONFIGS / "smollm2-135m.json")
+    peak = generic_ledger(smollm2, setup_of(config, smollm2, "cpu", row_tokens=256)).peak
+    assert peak.total / GIB == pytest.approx(2.8, rel=0.15)
+    assert peak.parts["weights"] + peak.parts["gradients"] + peak.parts["optimizer"] == 16 * smollm2.parameters()
+    assert "adapter" not in peak.parts
+
+
 def test_what_autograd_keeps_of_a_layer_is_counted_by_hand():
     smollm2 = find_shape("not used", given=CONFIGS / "smollm2-135m.json")
     config = load_run_file(
