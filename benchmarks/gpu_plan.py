@@ -27,8 +27,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from gpu_shapes import write_checkpoint
-
 from traceforge.monitor.readings import Card, MonitorError, Source, select_cards
 from traceforge.monitor.sampler import Sampler
 from traceforge.monitor.sources import open_source
@@ -156,6 +154,8 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA device")
+    from gpu_shapes import write_checkpoint
+
     options.out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     card = torch.cuda.get_device_name(0)
