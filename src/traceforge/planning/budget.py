@@ -7,6 +7,10 @@ from dataclasses import dataclass
 _GIB = 2**30
 CARD_RESERVE = int(0.9 * _GIB)
 """On a card beside what torch allocates: CUDA with its libraries, and what the allocator holds and cannot hand out."""
+CPU_PROCESS = int(0.43 * _GIB)
+"""Resident memory of Python with torch, transformers, peft and a tokenizer, before a model is loaded; measured."""
+CUDA_PROCESS = 3 * _GIB
+"""The same with the CUDA libraries; an allowance, not measured per machine."""
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,11 @@ CPU      glibc's heap does not use an aligned block again for one of the same si
 
 from __future__ import annotations
 
+from traceforge.planning.budget import CPU_PROCESS, CUDA_PROCESS
 from traceforge.planning.lean_path import logits_bytes
 from traceforge.planning.ledger import Ledger, Part, moment
 from traceforge.planning.setup import Setup
 from traceforge.samples.model_shape import ModelShape
-
-CPU_PROCESS = int(0.43 * 2**30)
-"""Resident memory of Python with torch, transformers, peft and a tokenizer, before a model is loaded."""
-_CUDA_PROCESS = 3 * 2**30
 
 
 def generic_ledger(shape: ModelShape, setup: Setup) -> Ledger:
@@ -45,7 +42,7 @@ def generic_ledger(shape: ModelShape, setup: Setup) -> Ledger:
         moment("backward, one layer", fixed, gradients, kept, _one_layer(shape, setup)),
         moment("optimizer", fixed, gradients, {"workspace": _in_optimizer(shape, setup)}),
     )
-    return Ledger(moments, {}, {"process": _CUDA_PROCESS} if setup.device == "cuda" else {})
+    return Ledger(moments, {}, {"process": CUDA_PROCESS} if setup.device == "cuda" else {})
 
 
 def layer_bytes(shape: ModelShape, setup: Setup) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from traceforge.planning.budget import CPU_PROCESS, CUDA_PROCESS
 from traceforge.planning.ledger import LOADING, Ledger, Moment, Part, moment
 from traceforge.planning.setup import RANK_MULTIPLE, Setup
 from traceforge.samples.model_shape import ModelShape
@@ -25,8 +26,6 @@ _FULL_PASS = 2**18
 _PASSES_OF_A_LONG_ROW = 2
 _SHORT_ROW_TOKENS = 8192
 """As `models/lean.py`: the output layer of a row no longer than this comes while its layers run."""
-_HOST_PROCESS = 3 * 2**30
-"""Resident memory of Python with torch and the CUDA libraries; not measured per machine."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def lean_ledger(shape: ModelShape, setup: Setup, *, rectangles: bool = True) -> 
     on_card = setup.device == "cuda"
     pinned = _pinned(shape, setup)
     if on_card:
-        return Ledger(tuple(moments), pinned, {"process": _HOST_PROCESS})
+        return Ledger(tuple(moments), pinned, {"process": CUDA_PROCESS})
     return Ledger(tuple(_on_the_host(each, pinned) for each in moments))
 
 
@@ -92,6 +91,7 @@ def _fixed(shape: ModelShape, setup: Setup) -> dict[Part, int]:
         "weights": on_device + setup.small_bytes(shape),
         "adapter": 4 * trained,
         "optimizer": setup.moments_bytes * trained,
+        "process": CPU_PROCESS if setup.device == "cpu" else 0,
     }
 
 
