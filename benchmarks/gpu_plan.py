@@ -101,6 +101,7 @@ def beside_plan(measured: dict[str, Any], checkpoint: Path, card: str) -> dict[s
             "model": {"name_or_path": str(checkpoint), "quantization": "nf4"},
             "data": {"train": "rows", "max_tokens": tokens, "group": "none"},
             "training": {"samples_per_update": 1, "tokens_per_row": tokens},
+            "optimizer": {"offload_state": measured["placement"] == "streamed"},
             "memory": {"path": "lean", "placement": measured["placement"]},
         },
         source="gpu_plan.py",

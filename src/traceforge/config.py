@@ -165,6 +165,8 @@ class OptimizerSettings(_Section):
     """`[optimizer]`."""
 
     name: Literal["adamw", "adamw_8bit"] = "adamw"
+    offload_state: bool = False
+    """Hold AdamW's moments in page-locked host memory: 8 bytes a trained weight less on the device."""
     learning_rate: float = Field(2e-4, gt=0)
     """Without it: 2e-4 for `sft`, 1e-5 for preference objectives."""
     weight_decay: float = Field(0.0, ge=0)
@@ -172,6 +174,12 @@ class OptimizerSettings(_Section):
     epsilon: float = Field(1e-8, gt=0)
     max_gradient_norm: float | None = Field(1.0, gt=0)
     """Clip the gradient of a whole update to this norm; unset with `--set optimizer.max_gradient_norm=none`."""
+
+    @model_validator(mode="after")
+    def _one_way_to_save(self) -> OptimizerSettings:
+        if self.offload_state and self.name != "adamw":
+            raise ValueError(f"optimizer.offload_state needs optimizer.name = 'adamw', it is {self.name!r}")
+        return self
 
 
 class ScheduleSettings(_Section):
@@ -234,9 +242,11 @@ class MemorySettings(_Section):
     tile_tokens: int = Field(4096, ge=16)
     """Lean path: tokens of a row whose MLP is computed at one time."""
     pinned_gib: float | None = Field(None, gt=0)
-    """Lean path: most page-locked host memory for streamed weights and activations; unset = no limit."""
+    """Most page-locked host memory for activations and streamed weights; unset = no limit."""
     recompute_layers: bool = False
     """Generic path: keep only each layer's input and compute the layer again in the backward pass."""
+    offload_inputs: bool = False
+    """With `recompute_layers`: the layers' inputs wait in page-locked host memory instead of on the device."""
     logits_chunk_tokens: int = Field(512, ge=1)
     """Trained positions whose logits exist at one time."""
     over_plan: Literal["refuse", "warn"] = "refuse"
@@ -334,12 +344,16 @@ class RunConfig(_Section):
             for name, value, default in (
                 ("placement", memory.placement, "resident"),
                 ("recompute_attention", memory.recompute_attention, False),
-                ("pinned_gib", memory.pinned_gib, None),
             )
             if value != default
         ]
+        if memory.offload_inputs and not memory.recompute_layers:
+            raise ValueError("memory.offload_inputs needs memory.recompute_layers = true: it moves what that keeps")
         if memory.path == "generic" and lean_only:
-            raise ValueError(f"{lean_only[0]} belongs to the lean path, memory.path is 'generic'")
+            raise ValueError(
+                f"{lean_only[0]} belongs to the lean path, memory.path is 'generic'; "
+                "remove it or set memory.path = 'auto'"
+            )
         wanted = ["memory.path = 'lean'"] if memory.path == "lean" else lean_only
         for name, stands_against in (
             ("memory.recompute_layers = true", memory.recompute_layers),

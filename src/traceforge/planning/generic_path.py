@@ -28,7 +28,7 @@ def generic_ledger(shape: ModelShape, setup: Setup) -> Ledger:
     """Return what a run through the model's own layers holds."""
     trained = setup.trained_parameters(shape)
     frozen = setup.frozen_layer_bytes(shape) + setup.vocabulary_bytes(shape) + setup.small_bytes(shape)
-    fixed: dict[Part, int] = {"weights": frozen, "optimizer": setup.moments_bytes * trained}
+    fixed: dict[Part, int] = {"weights": frozen, "optimizer": setup.moments_on_device(shape)}
     if setup.rank is None:
         fixed["weights"] += 4 * trained
     else:
@@ -40,9 +40,14 @@ def generic_ledger(shape: ModelShape, setup: Setup) -> Ledger:
     moments = (
         moment("log-probabilities", fixed, {} if setup.single_row else gradients, kept, _head(shape, setup)),
         moment("backward, one layer", fixed, gradients, kept, _one_layer(shape, setup)),
-        moment("optimizer", fixed, gradients, {"workspace": _in_optimizer(shape, setup)}),
+        moment("optimizer", fixed, gradients, {"workspace": setup.optimizer_workspace(shape)}),
     )
-    return Ledger(moments, {}, {"process": CUDA_PROCESS} if setup.device == "cuda" else {})
+    if setup.device == "cpu":
+        return Ledger(moments)
+    pinned: dict[Part, int] = {"optimizer": setup.moments_on_pinned_host(shape)}
+    if setup.inputs_on_host:
+        pinned["activations"] = _layer_input(shape, setup) * shape.layers
+    return Ledger(moments, pinned, {"process": CUDA_PROCESS})
 
 
 def layer_bytes(shape: ModelShape, setup: Setup) -> tuple[int, int]:
@@ -59,23 +64,19 @@ def layer_bytes(shape: ModelShape, setup: Setup) -> tuple[int, int]:
     return attention, others
 
 
-def _in_optimizer(shape: ModelShape, setup: Setup) -> int:
-    """Return what Adam's arithmetic takes: all weights at once on a card, one after the other on the CPU."""
-    if setup.device == "cuda":
-        return 4 * setup.trained_parameters(shape)
-    widest = max(shape.vocabulary, shape.intermediate) if setup.rank is None else setup.rank
-    return 4 * widest * max(shape.hidden, shape.intermediate if setup.rank is not None else 0)
-
-
 def _kept(shape: ModelShape, setup: Setup) -> dict[Part, int]:
     """Return what the forward pass leaves for the backward pass."""
     # Trained weights are float32; autocast keeps a narrow copy of each for the backward pass.
     narrow = setup.value_bytes * shape.linear_parameters() if setup.rank is None and setup.value_bytes < 4 else 0
     if setup.recompute_layers:
-        inputs = shape.layers * setup.row_tokens * shape.hidden * setup.value_bytes
-        return {"activations": inputs, "weights": narrow}
+        away = setup.inputs_on_host and setup.device == "cuda"  # this layer's and the next one's are on the card
+        return {"activations": (2 if away else shape.layers) * _layer_input(shape, setup), "weights": narrow}
     attention, others = layer_bytes(shape, setup)
     return {"attention": shape.layers * attention, "activations": shape.layers * others, "weights": narrow}
+
+
+def _layer_input(shape: ModelShape, setup: Setup) -> int:
+    return setup.row_tokens * shape.hidden * setup.value_bytes
 
 
 def _one_layer(shape: ModelShape, setup: Setup) -> dict[Part, int]:

@@ -55,7 +55,7 @@ def lean_ledger(shape: ModelShape, setup: Setup, *, rectangles: bool = True) -> 
         moment("backward, MLP", fixed, gradients, _mlp(shape, setup, ranks)),
         moment("backward, attention", fixed, gradients, _attention(shape, setup, ranks, rectangles)),
         moment("backward, projection", fixed, gradients, _projection(shape, setup, ranks)),
-        moment("optimizer", fixed, gradients, {"workspace": 4 * setup.trained_parameters(shape)}),
+        moment("optimizer", fixed, gradients, {"workspace": setup.optimizer_workspace(shape)}),
     ]
     on_card = setup.device == "cuda"
     pinned = _pinned(shape, setup)
@@ -90,7 +90,7 @@ def _fixed(shape: ModelShape, setup: Setup) -> dict[Part, int]:
     return {
         "weights": on_device + setup.small_bytes(shape),
         "adapter": 4 * trained,
-        "optimizer": setup.moments_bytes * trained,
+        "optimizer": setup.moments_on_device(shape),
         "process": CPU_PROCESS if setup.device == "cpu" else 0,
     }
 
@@ -101,7 +101,7 @@ def _loading(shape: ModelShape, setup: Setup) -> dict[Part, int]:
         return {}
     moved = setup.vocabulary_bytes(shape) + (setup.frozen_layer_bytes(shape) if setup.streamed else 0)
     # Moments of Adam do not exist yet, so loading is overstated by them where it is not the peak anyway.
-    return {"weights": moved, "optimizer": -setup.moments_bytes * setup.trained_parameters(shape)}
+    return {"weights": moved, "optimizer": -setup.moments_on_device(shape)}
 
 
 def _streamed_blocks(shape: ModelShape, setup: Setup, count: int) -> int:
@@ -230,4 +230,9 @@ def _pinned(shape: ModelShape, setup: Setup) -> dict[Part, int]:
     kept = pages(t * shape.hidden * b)
     attention = 0 if setup.recompute_attention else pages(t * shape.queries * b) + pages(4 * shape.heads * t)
     weights = setup.vocabulary_bytes(shape) + (setup.frozen_layer_bytes(shape) if setup.streamed else 0)
-    return {"weights": weights, "activations": shape.layers * kept, "attention": shape.layers * attention}
+    return {
+        "weights": weights,
+        "optimizer": setup.moments_on_pinned_host(shape),
+        "activations": shape.layers * kept,
+        "attention": shape.layers * attention,
+    }

@@ -158,6 +158,18 @@ def _without_each(shape: ModelShape, setup: Setup) -> list[WithoutOne]:
             setup.recompute_layers,
             lambda s: replace(s, recompute_layers=False),
         ),
+        (
+            "Adam's moments on the host",
+            "optimizer.offload_state",
+            setup.moments_on_host and setup.device == "cuda",
+            lambda s: replace(s, moments_on_host=False),
+        ),
+        (
+            "layer inputs on the host",
+            "memory.offload_inputs",
+            setup.inputs_on_host and setup.device == "cuda",
+            lambda s: replace(s, inputs_on_host=False),
+        ),
         ("logits in chunks", "memory.logits_chunk_tokens", setup.chunk_tokens is not None, _all_logits),
         ("fused attention", "model.attention", not setup.score_matrix, _score_matrix),
     ]
@@ -227,6 +239,8 @@ def _saving_settings(setup: Setup, config: RunConfig) -> list[tuple[tuple[str, .
         return []
     on_card, shortest = setup.device == "cuda", config.data.max_tokens
     to_lean = ("memory.recompute_layers=false",) if config.memory.recompute_layers else ()
+    if config.memory.offload_inputs:
+        to_lean = (*to_lean, "memory.offload_inputs=false")
     if config.memory.path == "generic":
         to_lean = (*to_lean, "memory.path=lean")
     options: list[tuple[tuple[str, ...], bool, Callable[[Setup], Setup]]] = [
@@ -240,6 +254,11 @@ def _saving_settings(setup: Setup, config: RunConfig) -> list[tuple[tuple[str, .
             ("memory.recompute_layers=true",),
             not on_card and not setup.lean and not setup.recompute_layers,
             lambda s: replace(s, recompute_layers=True),
+        ),
+        (
+            ("optimizer.offload_state=true",),
+            on_card and not setup.moments_on_host and config.optimizer.name == "adamw",
+            lambda s: replace(s, moments_on_host=True),
         ),
         (("model.quantization=nf4",), not setup.nf4, lambda s: replace(s, nf4=True)),
         (
@@ -262,4 +281,4 @@ def _saving_settings(setup: Setup, config: RunConfig) -> list[tuple[tuple[str, .
 
 
 def _lean(setup: Setup) -> Setup:
-    return replace(setup, lean=True, recompute_layers=False)
+    return replace(setup, lean=True, recompute_layers=False, inputs_on_host=False)

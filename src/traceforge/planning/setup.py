@@ -14,6 +14,8 @@ _NF4_BITS = 4
 _NF4_BLOCK, _NF4_OUTER_BLOCK = 64, 256
 RANK_MULTIPLE = 64
 """On the lean path in 16 bits, the ranks of linears that share an input are padded to a multiple of this."""
+_WINDOW_WEIGHTS = 2**23
+"""As `training/offloaded_adamw.py`: weights whose moments are on the card at one time."""
 LARGEST_HEAP_BLOCK = 32 * 2**20
 """Where glibc's own limit stops growing (DEFAULT_MMAP_THRESHOLD_MAX of a 64-bit system)."""
 
@@ -55,8 +57,34 @@ class Setup:
     row_tokens: int
     target_tokens: int
     single_row: bool
+    moments_on_host: bool = False
+    """Adam's moments in page-locked host memory, visiting the card a window at a time."""
+    inputs_on_host: bool = False
+    """Generic path: the inputs of recomputed layers in page-locked host memory."""
     heap_block_bytes: int = LARGEST_HEAP_BLOCK
     """CPU: larger blocks go back to the system when they are freed."""
+
+    def moments_on_device(self, shape: ModelShape) -> int:
+        """Return the bytes of Adam's moments where the model computes; on the CPU the host is that place."""
+        away = self.moments_on_host and self.device == "cuda"
+        return 0 if away else self.moments_bytes * self.trained_parameters(shape)
+
+    def moments_on_pinned_host(self, shape: ModelShape) -> int:
+        """Return the bytes of Adam's moments in page-locked host memory beside a card."""
+        away = self.moments_on_host and self.device == "cuda"
+        return self.moments_bytes * self.trained_parameters(shape) if away else 0
+
+    def optimizer_workspace(self, shape: ModelShape) -> int:
+        """Return what Adam's arithmetic takes beside moments and gradients.
+
+        All weights at once on a card, or two windows of their moments; one weight after the other on the CPU.
+        """
+        if self.device == "cuda":
+            window = min(_WINDOW_WEIGHTS, self.trained_parameters(shape))
+            return (4 + 2 * self.moments_bytes) * window if self.moments_on_host else 4 * self.trained_parameters(shape)
+        if self.rank is not None:
+            return 4 * self.rank * shape.intermediate
+        return 4 * max(shape.vocabulary, shape.intermediate) * shape.hidden
 
     def trained_parameters(self, shape: ModelShape) -> int:
         """Return the weights that are trained."""
@@ -120,6 +148,8 @@ def setup_of(
         row_tokens=tokens,
         target_tokens=tokens if target_tokens is None else target_tokens,
         single_row=config.items_per_update == 1 and config.data.group == "none",
+        moments_on_host=config.optimizer.offload_state,
+        inputs_on_host=memory.offload_inputs,
         heap_block_bytes=heap_block_bytes,
     )
 

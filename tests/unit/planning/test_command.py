@@ -74,6 +74,7 @@ def test_host_memory_is_a_budget_of_its_own(plan):
     [
         (SFT, 12, 64, ["--set", "memory.path=generic", "--set", "memory.recompute_layers=true"]),
         (SFT, 12, 32, []),
+        (SFT, 7.5, 64, []),
         (SIMPO, 24, 40, []),
         (SIMPO, 24, 24, []),
         (EXAMPLES / "sft_lora_16k_1gpu.toml", 12, 64, []),

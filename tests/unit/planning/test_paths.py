@@ -56,6 +56,29 @@ def test_streaming_moves_all_layers_but_two_to_the_host():
     assert streamed.pinned["weights"] - resident.pinned["weights"] == pytest.approx(36 * layer, rel=1e-6)
 
 
+def test_adam_s_moments_move_to_the_host_and_leave_two_windows_on_the_card():
+    here, away = (lean_ledger(shape(), lean(8192, moments_on_host=each)) for each in (False, True))
+    trained = shape().adapter_parameters(16, LINEAR_MODULES)
+    by_name = {each.name: each.total for each in here.moments}
+    for each in away.moments:
+        if each.name not in ("loading", "optimizer"):
+            assert by_name[each.name] - each.total == 8 * trained
+    assert (here.pinned["optimizer"], away.pinned["optimizer"]) == (0, 8 * trained)
+    (stepping,) = [each for each in away.moments if each.name == "optimizer"]
+    assert stepping.parts["workspace"] == (4 + 16) * 2**23
+
+
+def test_inputs_of_recomputed_layers_move_to_the_host_but_two():
+    kept = {}
+    for each in (False, True):
+        setup = lean(8192, lean=False, recompute_layers=True, inputs_on_host=each)
+        ledger = generic_ledger(shape(), setup)
+        (kept[each],) = [moment for moment in ledger.moments if moment.name == "backward, one layer"]
+    one = 8192 * 4096 * 2
+    assert kept[False].parts["activations"] - kept[True].parts["activations"] == 34 * one
+    assert ledger.pinned["activations"] == 36 * one
+
+
 def test_the_tables_lie_on_the_host_and_the_output_layer_comes_for_the_log_probabilities():
     ledger = lean_ledger(shape(), lean(4096, streamed=True))
     (head,) = [each for each in ledger.moments if each.name == "log-probabilities"]
