@@ -12,8 +12,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent / "data" / "cli"
 COMMANDS = (
-    "", "demo", "ingest", "build", "build sft", "build pairs", "inspect", "train", "evaluate", "compare", "report",
-    "version",
+    "", "demo", "ingest", "build", "build sft", "build pairs", "inspect", "plan", "doctor", "train", "evaluate",
+    "compare", "report", "version",
 )  # fmt: skip
 
 

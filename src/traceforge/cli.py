@@ -11,10 +11,10 @@ import typer
 import typer.core
 
 from traceforge import __version__
-from traceforge.console import prepare_terminal, print_result, print_run, show_error
-from traceforge.errors import TraceForgeError, UsageError
+from traceforge.console import prepare_terminal, print_result, print_run, show_failure
+from traceforge.errors import UsageError
 
-_VERBS = ("demo", "ingest", "build", "inspect", "train", "evaluate", "compare", "report", "version")
+_VERBS = ("demo", "ingest", "build", "inspect", "plan", "doctor", "train", "evaluate", "compare", "report", "version")
 
 
 class _VerbsInOrder(typer.core.TyperGroup):
@@ -28,8 +28,8 @@ app = typer.Typer(
     name="traceforge",
     cls=_VerbsInOrder,
     help="Agent logs in, a LoRA adapter with evidence and a report out.",
-    epilog="Exit codes: 0 done; 1 a named failure; 2 wrong usage, config or input; 3 a gate failed or two ways of "
-    "computing disagree; 130/143 interrupted, state saved. Start with `traceforge demo`.",
+    epilog="Exit codes: 0 done; 1 a named failure; 2 wrong usage, config or input; 3 it does not fit, a gate failed, "
+    "or two ways of computing disagree; 130/143 interrupted, state saved. Start with `traceforge demo`.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -200,6 +200,68 @@ def inspect(  # noqa: PLR0913 - one parameter per option
 
 
 @app.command()
+def plan(  # noqa: PLR0913 - one parameter per option
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file; see examples/.")],
+    gpu_gib: Annotated[
+        float | None, typer.Option("--gpu-gib", metavar="GIB", min=0.1, help="Memory of the card; without it: the CPU.")
+    ] = None,
+    host_gib: Annotated[float | None, typer.Option("--host-gib", metavar="GIB", min=0.1, help="Of the host.")] = None,
+    row_tokens: Annotated[
+        int | None,
+        typer.Option("--row-tokens", metavar="N", min=2, help="Plan a row of N tokens, not the longest allowed."),
+    ] = None,
+    model_config: Annotated[
+        Path | None, typer.Option("--model-config", metavar="FILE", help="The model's config.json, if it is not here.")
+    ] = None,
+    card: Annotated[
+        str | None, typer.Option("--card", metavar="NAME", help="Also time and energy on a card that was measured.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page.")] = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Predict memory by part, with and without each technique; exit code 3 if it does not fit. Needs no GPU."""
+    _state["debug"] = debug
+    from traceforge.planning.budget import Budget
+    from traceforge.planning.command import plan_file
+    from traceforge.run_files import load_run_file
+
+    answer = plan_file(
+        load_run_file(run_file, overrides or []),
+        title=str(run_file),
+        budget=Budget.of_gib(gpu_gib, host_gib),
+        device="cpu" if gpu_gib is None else "cuda",
+        model_config=model_config,
+        row_tokens=row_tokens,
+        card=card,
+    )
+    if html is not None:
+        answer.write_html(html)
+    print_result(answer.as_dict(), as_json=as_json, text=answer.describe())
+    if not answer.plan.fits:
+        raise typer.Exit(3)
+
+
+@app.command()
+def doctor(
+    short: Annotated[
+        bool, typer.Option("--short", help="Only what decides whether a run can start, as `train` does first.")
+    ] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Look at the machine: what works, what does not, and the way out; exit code 1 if something fails."""
+    _state["debug"] = debug
+    from traceforge.doctor.examination import examine
+
+    found = examine(short=short)
+    print_result(found.as_dict(), as_json=as_json, text=found.describe())
+    if found.failures:
+        raise typer.Exit(1)
+
+
+@app.command()
 def train(  # noqa: PLR0913 - one parameter per option
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file; see examples/.")],
     overrides: Overrides = None,
@@ -330,21 +392,6 @@ def main() -> NoReturn:
     try:
         result = app(standalone_mode=False)
         code = result if isinstance(result, int) else 0
-    except TraceForgeError as error:
-        show_error(error, debug=_state["debug"])
-        code = error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        typer.echo("interrupted", err=True)
-        code = 130
-    except BrokenPipeError:
-        sys.stderr.close()
-        code = 0
-    except Exception as error:
-        show_usage = getattr(error, "show", None)  # the parser's own errors know how to show themselves
-        if callable(show_usage):
-            show_usage()
-            code = int(getattr(error, "exit_code", 2))
-        else:
-            show_error(error, debug=_state["debug"])
-            code = 1
+    except (Exception, KeyboardInterrupt) as error:
+        code = show_failure(error, debug=_state["debug"])
     sys.exit(code)

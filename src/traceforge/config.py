@@ -249,6 +249,8 @@ class MemorySettings(_Section):
     """With `recompute_layers`: the layers' inputs wait in page-locked host memory instead of on the device."""
     logits_chunk_tokens: int = Field(512, ge=1)
     """Trained positions whose logits exist at one time."""
+    over_plan: Literal["refuse", "warn"] = "refuse"
+    """A run on a GPU that cannot fit by its plan: `refuse` it before weights are loaded, or `warn` and try."""
 
 
 class ParallelSettings(_Section):

@@ -10,6 +10,8 @@ import traceback
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from traceforge.errors import TraceForgeError
 
 if TYPE_CHECKING:
@@ -39,6 +41,23 @@ def show_error(error: Exception, *, debug: bool) -> None:
             "  way out: run again with --debug and report it",
         ]
     sys.stderr.write("\n".join(lines) + "\n")
+
+
+def show_failure(error: BaseException, *, debug: bool) -> int:
+    """Write to stderr why a command ended and return its exit code."""
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        sys.stderr.write("interrupted\n")
+        return 130
+    if isinstance(error, BrokenPipeError):
+        sys.stderr.close()
+        return 0
+    assert isinstance(error, Exception), "nothing else is caught"
+    show_usage = getattr(error, "show", None)  # the parser's own errors know how to show themselves
+    if callable(show_usage):
+        show_usage()
+        return int(getattr(error, "exit_code", 2))
+    show_error(error, debug=debug)
+    return error.exit_code if isinstance(error, TraceForgeError) else 1
 
 
 def print_result(values: dict[str, Any], *, as_json: bool, text: str) -> None:

@@ -52,6 +52,16 @@ class HubError(TraceForgeError, OSError):
     """A hub id could not be resolved or downloaded."""
 
 
+class DoesNotFitError(TraceForgeError, RuntimeError):
+    """A plan says that a run needs more memory than the machine has."""
+
+    exit_code = 3
+
+
+class MachineError(TraceForgeError, RuntimeError):
+    """This machine cannot carry out a run: a product of matrices is refused or wrong, or the disk is full."""
+
+
 class StorageError(TraceForgeError, OSError):
     """Writing failed: the disk is full or the folder is not writable. Nothing half-written is left in place."""
 

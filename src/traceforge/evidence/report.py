@@ -38,6 +38,9 @@ _FILTERS = (
     views.identity_facts,
     views.technique_facts,
     views.mechanism_facts,
+    views.monitor_facts,
+    views.planned_facts,
+    views.preflight_facts,
     verdict_views.evaluation_words,
 )
 

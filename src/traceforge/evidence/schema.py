@@ -30,12 +30,21 @@ from traceforge.evidence.decision import (
     Verdict,
     decide,
 )
+from traceforge.evidence.machine_parts import (
+    CardMonitor,
+    HostMonitor,
+    Monitor,
+    PlannedMemory,
+    Preflight,
+    PreflightFinding,
+)
 
 __all__ = [
     "SCHEMA_VERSION",
     "Artifact",
     "Attention",
     "Candidate",
+    "CardMonitor",
     "Check",
     "CheckName",
     "DatasetIdentity",
@@ -46,11 +55,15 @@ __all__ = [
     "Framework",
     "Gpu",
     "Hardware",
+    "HostMonitor",
     "Losses",
     "MechanismMetrics",
     "ModelIdentity",
     "Monitor",
     "Packing",
+    "PlannedMemory",
+    "Preflight",
+    "PreflightFinding",
     "Quantization",
     "Ranks",
     "RunMode",
@@ -277,22 +290,10 @@ class MechanismMetrics(EvidencePart):
     peak_host_bytes: int | None = None
     memory_parts_bytes: dict[str, int] = Field(default_factory=dict)
     """Memory by part (weights, gradients, optimizer, ...), where it was measured."""
+    weight_bytes_by_dtype: dict[str, int] = Field(default_factory=dict)
+    """Weights and buffers as loaded, the adapter included; packed 4-bit weights count as uint8."""
     train_loss_decreased: bool | None = None
     evaluation_loss_finite: bool | None = None
-
-
-class Monitor(EvidencePart):
-    """What the graphics cards reported during the run; all null where there is none."""
-
-    mean_utilisation_percent: float | None = None
-    peak_utilisation_percent: float | None = None
-    mean_power_w: float | None = None
-    peak_power_w: float | None = None
-    peak_temperature_c: float | None = None
-    peak_memory_bytes: int | None = None
-    energy_j: float | None = None
-    reason: str | None = None
-    """Why there are no numbers."""
 
 
 class Artifact(EvidencePart):
@@ -321,6 +322,10 @@ class Evidence(EvidencePart):
     candidate: Candidate
     mechanism_metrics: MechanismMetrics = MechanismMetrics()
     techniques: Techniques = Techniques()
+    preflight: Preflight | None = None
+    """null in a dry run."""
+    planned_memory: PlannedMemory | None = None
+    """null in a dry run, and for models that cannot be planned (`notes` says why)."""
     monitor: Monitor = Monitor()
     failure: Failure | None = None
     artifacts: tuple[Artifact, ...] = ()

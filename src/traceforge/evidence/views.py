@@ -11,12 +11,30 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from traceforge.evidence.formats import NOT_RECORDED, clip, integer, plain, share, size
-from traceforge.evidence.schema import DatasetIdentity, Gpu, Hardware, MechanismMetrics, ModelIdentity, Techniques
+from traceforge.evidence.formats import NOT_RECORDED, change_percent, clip, compact, integer, plain, share, size
+from traceforge.evidence.schema import (
+    CardMonitor,
+    DatasetIdentity,
+    Evidence,
+    Gpu,
+    Hardware,
+    HostMonitor,
+    MechanismMetrics,
+    ModelIdentity,
+    Monitor,
+    Preflight,
+    Techniques,
+)
 
 _MOST_REASONS = 40
 _MOST_EXAMPLES = 5
-_MEMORY_FIELDS = {"peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes", "memory_parts_bytes"}
+_MEMORY_FIELDS = {
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "peak_host_bytes",
+    "memory_parts_bytes",
+    "weight_bytes_by_dtype",
+}
 
 Facts = list[tuple[str, str]]
 
@@ -166,6 +184,74 @@ def mechanism_facts(metrics: MechanismMetrics) -> Facts:
         else:
             lines.append((_words(name), plain(value) if isinstance(value, bool) else integer(value)))
     return lines
+
+
+def planned_facts(evidence: Evidence) -> Facts:
+    """Return what was planned beside what was measured; nothing if there was no plan."""
+    planned, metrics = evidence.planned_memory, evidence.mechanism_metrics
+    if planned is None:
+        return []
+    row = f"{integer(planned.row_tokens)} tokens, {integer(planned.trained_row_tokens)} of them trained"
+    lines: Facts = [("longest row", f"{row}; most is held at: {planned.moment}")]
+    if planned.device_bytes is not None:
+        lines.append(("card", _planned_and_measured(planned.device_bytes, metrics.peak_allocated_bytes)))
+        lines.append(("host, pinned and process", f"{size(planned.host_bytes)} planned"))
+    else:
+        lines.append(("host", _planned_and_measured(planned.host_bytes, metrics.peak_host_bytes)))
+    return lines
+
+
+def _planned_and_measured(planned: int, measured: int | None) -> str:
+    if measured is None:
+        return f"{size(planned)} planned, nothing measured"
+    return f"{size(planned)} planned, {size(measured)} measured ({change_percent(measured, planned)})"
+
+
+def preflight_facts(preflight: Preflight) -> Facts:
+    """Return what was looked at before the run; of what was not well, that comes first."""
+    order = {"fail": 0, "warn": 1, "pass": 2}
+    lines = []
+    for each in sorted(preflight.findings, key=lambda finding: order[finding.status]):
+        mark = "" if each.status == "pass" else f"{each.status}: "
+        lines.append((each.name, f"{mark}{clip(each.text, 400)}"))
+    return lines
+
+
+def monitor_facts(monitor: Monitor) -> Facts:
+    """Return what the cards and the host did, each card on a line of its own; what no card told is left out."""
+    lines: Facts = [] if monitor.source is None else [("read through", monitor.source)]
+    lines += [(f"GPU {card.gpu_index}", _card_course(card)) for card in monitor.gpus]
+    if monitor.energy_j is not None:
+        lines.append(("energy of the run", f"{integer(monitor.energy_j / 1000)} kJ"))
+    if monitor.energy_per_trained_token_j is not None:
+        lines.append(("energy per trained token", f"{compact(monitor.energy_per_trained_token_j)} J"))
+    if monitor.host is not None:
+        lines.append(("this process", _host_course(monitor.host)))
+    return lines
+
+
+def _card_course(card: CardMonitor) -> str:
+    parts = [
+        _mean_and_peak("busy", card.mean_utilisation_percent, card.peak_utilisation_percent, "%"),
+        _mean_and_peak("power", card.mean_power_w, card.peak_power_w, "W"),
+        None if card.peak_temperature_c is None else f"at most {integer(card.peak_temperature_c)} °C",
+        None if card.peak_memory_bytes is None else f"at most {size(card.peak_memory_bytes)} of memory",
+        f"{integer(card.samples)} samples, {integer(card.incomplete_samples)} of them incomplete",
+    ]
+    return "; ".join(part for part in parts if part is not None)
+
+
+def _host_course(host: HostMonitor) -> str:
+    resident = f"at most {size(host.peak_process_rss_bytes)} of memory when sampled"
+    busy = f"{integer(host.mean_process_cpu_percent)} % of a core on average"
+    load = "" if host.mean_load is None else f"; load of the host {host.mean_load:.1f}, at most {host.peak_load:.1f}"
+    return f"{resident}; {busy}{load}; {integer(host.samples)} samples"
+
+
+def _mean_and_peak(what: str, mean: float | None, peak: float | None, unit: str) -> str | None:
+    if mean is None or peak is None:
+        return None
+    return f"{what} {integer(mean)} {unit} on average, {integer(peak)} {unit} at most"
 
 
 def _shared(one_by_one: int, in_trees: int, forks: int | None) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from traceforge.config import RunConfig
+from traceforge.doctor.findings import Examination
 from traceforge.errors import TraceForgeError
 from traceforge.evidence.provenance import describe_hardware, framework_versions
 from traceforge.evidence.rank_record import RankRecord, write_rank_record
@@ -32,6 +33,9 @@ from traceforge.evidence.schema import (
     ModelIdentity,
     Monitor,
     Packing,
+    PlannedMemory,
+    Preflight,
+    PreflightFinding,
     Quantization,
     Ranks,
     RunMode,
@@ -44,11 +48,14 @@ from traceforge.evidence.summaries import percentile_95
 from traceforge.models.language_model import LanguageModel
 from traceforge.models.load import ModelLocation, linears_4bit
 from traceforge.parallel.world import ONE_PROCESS, World
+from traceforge.planning.plan import Plan
 from traceforge.training.evaluation import EvaluationResult
+from traceforge.training.fitting import plan_of, planned_memory
 from traceforge.training.loop import Job
 from traceforge.training.measure import fingerprints, memory_parts, peak_device_bytes, peak_host_bytes
 from traceforge.training.methods import Sets
 from traceforge.training.optimizer import num_state_entries
+from traceforge.training.watching import Watch
 
 WORKLOAD_VERSION = "1"
 
@@ -60,6 +67,10 @@ class Attempt:
     Args:
         stage: where it is; a failure is filed under it.
         world: the ranks; each has an attempt of its own, and that of rank 0 is written.
+        watch: the monitor of rank 0; None in a dry run and on other ranks.
+        plan: of the longest row that was to run.
+        weight_bytes: of the model by dtype, as loaded.
+        preflight: what this rank found of its machine before it began.
         start_fingerprints: digests of the trained weights before the first update.
     """
 
@@ -75,6 +86,10 @@ class Attempt:
     model: LanguageModel | None = None
     job: Job | None = None
     world: World = ONE_PROCESS
+    watch: Watch | None = None
+    preflight: Examination | None = None
+    plan: Plan | None = None
+    weight_bytes: dict[str, int] = field(default_factory=dict)
     start_fingerprints: dict[str, bytes] = field(default_factory=dict)
     baseline_name: str = "base model"
     notes: list[str] = field(default_factory=list)
@@ -83,6 +98,8 @@ class Attempt:
     def enter(self, stage: Stage) -> None:
         """Go on to the next stage; one of several ranks leaves word of it."""
         self.stage = stage
+        if self.watch is not None:
+            self.watch.enter(stage)
         self.leave_word()
 
     def leave_word(self, failure: Failure | None = None) -> None:
@@ -125,7 +142,9 @@ class Attempt:
             candidate=candidate,
             mechanism_metrics=self._metrics(baseline, candidate),
             techniques=self._techniques(),
-            monitor=Monitor(reason="no monitor in this version" if self.device.type == "cuda" else "no GPU was used"),
+            preflight=None if self.preflight is None else _preflight(self.preflight),
+            planned_memory=self._planned_memory(),
+            monitor=self._monitor(),
             failure=failure,
             artifacts=tuple(self.artifacts),
             notes=tuple(self.notes),
@@ -146,6 +165,18 @@ class Attempt:
             rank=self.world.rank if several else None,
             exit_code=getattr(error, "exit_code", 1) if several else None,
         )
+
+    def _planned_memory(self) -> PlannedMemory | None:
+        """Return the plan of the longest row that ran on this rank, or of the one that was to run."""
+        plan = self.plan
+        if plan is not None and self.location is not None and self.job is not None and self.job.longest_row[0]:
+            plan, _ = plan_of(self.config, self.world, str(self.location.folder), self.job.longest_row)
+        return None if plan is None else planned_memory(plan)
+
+    def _monitor(self) -> Monitor:
+        if self.watch is None:
+            return Monitor(reason="a dry run uses no GPU" if self.run_mode == "dry_run" else "nothing was sampled")
+        return self.watch.evidence(trained_tokens=self.job.trained_tokens_run if self.job is not None else 0)
 
     def _losses(self) -> tuple[Losses, Candidate]:
         evaluations = self.job.evaluations if self.job is not None else {}
@@ -264,6 +295,7 @@ class Attempt:
             if self.start_fingerprints:
                 now = fingerprints(trainable)
                 facts["parameters_changed"] = sum(now[name] != old for name, old in self.start_fingerprints.items())
+            facts["weight_bytes_by_dtype"] = self.weight_bytes
             facts["peak_allocated_bytes"], facts["peak_reserved_bytes"] = peak_device_bytes(self.device)
         if self.job is not None:
             facts |= _job_metrics(self.job)
@@ -313,6 +345,17 @@ class Attempt:
             if self.world.size > 1
             else None,
         )
+
+
+def _preflight(found: Examination) -> Preflight:
+    return Preflight(
+        blas_library=found.blas_library,
+        seconds=round(found.seconds, 3),
+        findings=tuple(
+            PreflightFinding(name=each.name, status=each.status, text=each.text, way_out=each.way_out)
+            for each in found.findings
+        ),
+    )
 
 
 def _job_metrics(job: Job) -> dict[str, object]:

@@ -19,6 +19,7 @@ from traceforge.models.language_model import LanguageModel
 from traceforge.parallel.world import ONE_PROCESS, World
 from traceforge.training.clock import Clock, is_due
 from traceforge.training.evaluation import EvaluationResult, evaluate
+from traceforge.training.fitting import LongestRow, longest_of
 from traceforge.training.interrupts import StopRequest
 from traceforge.training.measure import peak_device_bytes, peak_host_bytes
 from traceforge.training.methods import Item, Method
@@ -65,6 +66,8 @@ class Job:
     sample_tokens_run: int = 0
     forks_run: int = 0
     samples_run: int = 0
+    trained_tokens_run: int = 0
+    longest_row: LongestRow = (0, 0)
 
 
 def train(job: Job) -> None:
@@ -173,13 +176,16 @@ def _record(
     job.sample_tokens_run += sum(sample.num_tokens for item in items for sample in item.samples)
     job.forks_run += num_forks
     job.samples_run += update.num_samples
+    trained_tokens = sum(item.num_trained_tokens for item in items)
+    job.trained_tokens_run += trained_tokens
+    job.longest_row = max(job.longest_row, longest_of(update.rows))
     allocated, _ = peak_device_bytes(job.model.device)
     job.recorder.update(
         {
             "update": number,
             "micro_batches": num_rows,
             "samples": update.num_samples,
-            "trained_tokens": sum(item.num_trained_tokens for item in items),
+            "trained_tokens": trained_tokens,
             "row_tokens": row_tokens,
             "loss": result.loss,
             "learning_rate": rate,

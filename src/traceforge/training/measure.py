@@ -12,6 +12,8 @@ from torch import nn
 
 from traceforge.models.language_model import LanguageModel
 
+_LARGE_BYTES = 100 * 10**6
+
 
 def memory_parts(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Return the bytes of base weights, trained weights, their gradients (float32) and optimizer state.
@@ -34,6 +36,23 @@ def memory_parts(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict
     if (pinned := model.host_pinned_bytes()) is not None:
         parts["host_pinned"] = pinned
     return parts
+
+
+def wide_frozen_weights(model: LanguageModel) -> list[str]:
+    """Return the names of large frozen weights that are held in float32 though the arithmetic is 16-bit.
+
+    Libraries that prepare a model for 4-bit training upcast embedding, output layer and norms, which costs gigabytes
+    for large vocabularies; nothing here does.
+    """
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return []
+    return [
+        name
+        for name, parameter in model.model.named_parameters()
+        if not parameter.requires_grad
+        and parameter.dtype == torch.float32
+        and parameter.numel() * parameter.element_size() > _LARGE_BYTES
+    ]
 
 
 def peak_host_bytes() -> int:

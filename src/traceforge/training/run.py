@@ -7,6 +7,8 @@ The stages are those of the evidence schema and follow each other in `_carry_out
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,8 @@ import torch
 from rich.console import Console
 
 from traceforge.config import RunConfig
+from traceforge.doctor.examination import examine, require_fit_to_run
+from traceforge.doctor.linears import FALL_BACK
 from traceforge.errors import ConfigError, StorageError, TraceForgeError, TrainingError
 from traceforge.evidence.provenance import framework_versions
 from traceforge.evidence.recorder import RunRecorder
@@ -25,7 +29,7 @@ from traceforge.evidence.schema import Artifact, Evidence
 from traceforge.hashes import folder_sha256
 from traceforge.models.adapters import adapter_base, save_adapter
 from traceforge.models.language_model import load_language_model
-from traceforge.models.load import locate_model
+from traceforge.models.load import locate_model, weight_bytes_by_dtype
 from traceforge.samples.dataset import SampleSets
 from traceforge.samples.mask_view import mask_segments
 from traceforge.samples.tokenizer import load_tokenizer
@@ -33,14 +37,16 @@ from traceforge.training.attempt import Attempt
 from traceforge.training.checkpoint import check_continues, read_checkpoint, restore, save_checkpoint
 from traceforge.training.clock import Clock
 from traceforge.training.evaluation import fixed_sets, without_trace
+from traceforge.training.fitting import longest_planned_row, plan_of, require_fit
 from traceforge.training.interrupts import Interrupted, Stop, StopRequest
 from traceforge.training.joining import check_same, join
 from traceforge.training.loop import Job, measure, train
-from traceforge.training.measure import fingerprints
+from traceforge.training.measure import fingerprints, wide_frozen_weights
 from traceforge.training.methods import Item, Sets, load_sets, method_of
 from traceforge.training.optimizer import build_optimizer
 from traceforge.training.order import UpdateOrder
 from traceforge.training.progress import RunProgress
+from traceforge.training.watching import start_watch
 
 _TOKENIZER_FILES = ("*token*", "*.jinja", "vocab.*", "merges.txt", "*.model")
 _SHOWN_SAMPLES = {"train": 3, "evaluation": 1}
@@ -76,7 +82,7 @@ def run(
     attempt = Attempt(config, folder, "dry_run" if dry_run else "real", world.device, world=world)
     progress = RunProgress(console or Console(stderr=True))
     stop = StopRequest()
-    with RunRecorder(folder, rank=world.rank) as recorder, stop.listening():
+    with RunRecorder(folder, rank=world.rank) as recorder, stop.listening(), _watched(attempt):
         try:
             recorder.write_config(config.model_dump_json())
             if not dry_run:
@@ -99,12 +105,25 @@ def run(
     return RunOutcome(folder, evidence, report)
 
 
+@contextmanager
+def _watched(attempt: Attempt) -> Iterator[None]:
+    """Sample the machine inside; only the first rank of a real run does."""
+    if attempt.run_mode == "real" and attempt.world.is_first:
+        attempt.watch = start_watch(attempt.world, attempt.folder)
+    try:
+        yield
+    finally:
+        if attempt.watch is not None:
+            attempt.watch.sampler.stop()
+
+
 def _carry_out(
     attempt: Attempt, recorder: RunRecorder, progress: RunProgress, extend: Path | None, stop: StopRequest
 ) -> None:
     config, world = attempt.config, attempt.world
     if extend is not None:
         read_checkpoint(extend)  # a wrong folder is told before data and weights are read
+    _look_at_machine(attempt, recorder, progress)
 
     attempt.enter("revision_resolution")
     with world.first_goes_first("finding the model"):
@@ -120,6 +139,8 @@ def _carry_out(
     recorder.write_manifest(_manifest(attempt))
     recorder.write_samples(_mask_views(fixed_sets(config, sets), tokenizer))
     progress.say(_data_line(sets))
+
+    _plan(attempt, sets, progress)
 
     attempt.enter("model_loading_and_baseline")
     attempt.job = job = _load(attempt, sets, recorder, progress, extend)
@@ -154,6 +175,33 @@ def _carry_out(
     world.close()
 
 
+def _look_at_machine(attempt: Attempt, recorder: RunRecorder, progress: RunProgress) -> None:
+    """Make the short examination and keep it; from here on products go through the library that it found to work."""
+    dtype = getattr(torch, attempt.config.model.dtype)
+    attempt.preflight = found = examine(short=True, output_dir=attempt.folder, dtypes=(dtype,), device=attempt.device)
+    recorder.log(found.describe())
+    require_fit_to_run(found)
+    if found.blas_library == FALL_BACK:
+        note = f"matrix products go through {FALL_BACK}: cuBLAS refused one"
+        attempt.notes.append(note)
+        progress.say(note)
+
+
+def _plan(attempt: Attempt, sets: Sets, progress: RunProgress) -> None:
+    """Plan the longest row of the run; a card that it cannot fit on is told before weights are read."""
+    config = attempt.config
+    assert attempt.location is not None
+    order = UpdateOrder(sets.train, items_per_update=config.items_per_update, seed=config.training.seed)
+    lists = order.updates_of_pass(0)[: config.training.updates]
+    longest = longest_planned_row(lists, tokens_per_row=config.tokens_per_row, attention=config.model.attention)
+    attempt.plan, why_not = plan_of(config, attempt.world, str(attempt.location.folder), longest)
+    if attempt.plan is None:
+        attempt.notes.append(f"memory was not planned: {why_not}")
+    elif (said := require_fit(attempt.plan, config)) is not None:
+        attempt.notes.append(said)
+        progress.say(said)
+
+
 def _load(attempt: Attempt, sets: Sets, recorder: RunRecorder, progress: RunProgress, extend: Path | None) -> Job:
     """Return the run ready to train: model, optimizer, order and clock, as new or as a checkpoint has them."""
     config = attempt.config
@@ -162,6 +210,9 @@ def _load(attempt: Attempt, sets: Sets, recorder: RunRecorder, progress: RunProg
     if checkpoint is not None:
         check_continues(checkpoint, config, sets.statistics.train_ids_hash)
     attempt.model = model = load_language_model(config, attempt.location, attempt.device)
+    attempt.weight_bytes = weight_bytes_by_dtype(model.model)
+    if wide := wide_frozen_weights(model):
+        attempt.notes.append(f"held in float32 beside {config.model.dtype} arithmetic: {', '.join(wide)}")
     world = attempt.world
     world.start()
     order = UpdateOrder(sets.train, items_per_update=config.items_per_update, seed=config.training.seed)
