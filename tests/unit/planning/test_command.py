@@ -20,6 +20,8 @@ from traceforge.planning.rates import rates_of
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 SFT, SIMPO = EXAMPLES / "sft_qlora_32k_1gpu.toml", EXAMPLES / "simpo_qlora_80k_1gpu.toml"
+LORA = EXAMPLES / "sft_lora_16k_1gpu.toml"
+OWN_LAYERS = ["--set", "memory.path=auto", "--set", "memory.recompute_layers=true"]
 GIB = 2**30
 
 
@@ -77,8 +79,9 @@ def test_host_memory_is_a_budget_of_its_own(plan):
         (SFT, 7.5, 64, []),
         (SIMPO, 24, 40, []),
         (SIMPO, 24, 24, []),
-        (EXAMPLES / "sft_lora_16k_1gpu.toml", 12, 64, []),
-        (EXAMPLES / "sft_lora_16k_1gpu.toml", 5, 64, []),
+        (LORA, 12, 64, OWN_LAYERS),
+        (LORA, 5, 64, OWN_LAYERS),
+        (LORA, 4, 64, []),
     ],
 )  # fmt: skip
 def test_every_way_out_makes_it_fit_when_it_is_typed(plan, run_file, gib, host, extra):
@@ -95,7 +98,7 @@ def test_every_way_out_makes_it_fit_when_it_is_typed(plan, run_file, gib, host, 
 
 
 def test_a_way_out_that_is_printed_can_be_typed(plan):
-    _, out, _ = plan(EXAMPLES / "sft_lora_16k_1gpu.toml", "--gpu-gib", 12, "--host-gib", 64)
+    _, out, _ = plan(LORA, "--gpu-gib", 12, "--host-gib", 64, *OWN_LAYERS)
     assert "  --set memory.recompute_layers=false --set memory.path=lean  (" in out
 
 
