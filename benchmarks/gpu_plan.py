@@ -55,9 +55,15 @@ JOBS: tuple[tuple[str, list[dict[str, Any]], int], ...] = (
 )
 
 
+def _python_path() -> str:
+    """Return where a process of ours finds its modules: this tree, then whatever this process was told."""
+    given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    return os.pathsep.join([str(_HERE.parent / "src"), str(_HERE), *given])
+
+
 def examine(out: Path) -> dict[str, Any]:
     """Run the doctor, keep what it prints, and return its document."""
-    environment = os.environ | {"PYTHONPATH": str(_HERE.parent / "src")}
+    environment = os.environ | {"PYTHONPATH": _python_path()}
     found: dict[str, Any] = {}
     for name, options in (("doctor.txt", []), ("doctor.json", ["--json"])):
         done = subprocess.run(
@@ -73,7 +79,7 @@ def examine(out: Path) -> dict[str, Any]:
 def run_jobs(placement: str, jobs: list[dict[str, Any]], checkpoint: Path, limit_s: float) -> list[dict[str, Any]]:
     """Return what `gpu_ours.py` measures in a process of its own; a failure is a result that says so."""
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(_HERE.parent / "src"), str(_HERE)]),
+        "PYTHONPATH": _python_path(),
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
