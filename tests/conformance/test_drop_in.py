@@ -62,8 +62,8 @@ def with_sft_trainer(model, folder, **options):
     from trl import SFTConfig, SFTTrainer
 
     settings = SFTConfig(
-        output_dir=str(folder), max_length=None, bf16=False, gradient_checkpointing=False,
-        dataset_kwargs={"skip_prepare_dataset": True}, **OPTIONS, **options,
+        output_dir=str(folder), max_length=None, bf16=False,
+        dataset_kwargs={"skip_prepare_dataset": True}, **OPTIONS, **{"gradient_checkpointing": False, **options},
     )  # fmt: skip
     return SFTTrainer(model, args=settings, train_dataset=rows(), processing_class=tiny_tokenizer(None))
 
@@ -71,6 +71,7 @@ def with_sft_trainer(model, folder, **options):
 TRAINERS = {
     "Trainer": with_trainer,
     "SFTTrainer": with_sft_trainer,
+    "SFTTrainer, checkpointing": lambda *a: with_sft_trainer(*a, gradient_checkpointing=True),
     "SFTTrainer, padding-free": lambda *a: with_sft_trainer(*a, padding_free=True),
 }
 
