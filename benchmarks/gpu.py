@@ -115,8 +115,12 @@ def processes(full: bool) -> list[Process]:
 
 
 def chosen(planned: list[Process], only: list[str] | None, jobs: list[str] | None) -> list[Process]:
-    """Return the processes and jobs of these names (None: all); a process without a job left is not run."""
-    kept = [process for process in planned if not only or process.name in only]
+    """Return the processes of these names, in their order, with the jobs of these names; None = all.
+
+    A process without a job is left out.
+    """
+    by_name = {process.name: process for process in planned}
+    kept = [by_name[name] for name in only] if only else planned
     if jobs:
         kept = [each._replace(jobs=[job for job in each.jobs if job["name"] in jobs]) for each in kept]
         kept = [each for each in kept if each.jobs or each.name == "ceilings"]
@@ -185,7 +189,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="traceforge-gpu-") as folder:
         for process in chosen(processes(options.full), options.only, options.jobs):
             left_s = options.budget_s - (time.perf_counter() - started)
-            if left_s < process.limit_s * 0.75:
+            if left_s < process.limit_s / 2:
                 result["not_run"].append(process.name)
                 print(f"{process.name}: not run, {left_s:.0f} s are left", flush=True)
                 continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from tests.fixtures_tokenizers import tiny_tokenizer
@@ -61,8 +62,8 @@ def with_sft_trainer(model, folder, **options):
     from trl import SFTConfig, SFTTrainer
 
     settings = SFTConfig(
-        output_dir=str(folder), max_length=None, bf16=False, gradient_checkpointing=False,
-        dataset_kwargs={"skip_prepare_dataset": True}, **OPTIONS, **options,
+        output_dir=str(folder), max_length=None, bf16=False,
+        dataset_kwargs={"skip_prepare_dataset": True}, **OPTIONS, **{"gradient_checkpointing": False, **options},
     )  # fmt: skip
     return SFTTrainer(model, args=settings, train_dataset=rows(), processing_class=tiny_tokenizer(None))
 
@@ -70,6 +71,7 @@ def with_sft_trainer(model, folder, **options):
 TRAINERS = {
     "Trainer": with_trainer,
     "SFTTrainer": with_sft_trainer,
+    "SFTTrainer, checkpointing": lambda *a: with_sft_trainer(*a, gradient_checkpointing=True),
     "SFTTrainer, padding-free": lambda *a: with_sft_trainer(*a, padding_free=True),
 }
 
@@ -157,6 +159,42 @@ def test_a_second_forward_before_the_backward_is_refused_by_name():
     model(input_ids=ids, labels=ids)
     with pytest.raises(TrainingError, match="one row at a time"):
         first.backward()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, "output layer is a"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "embedding is a"),
+        ({"target_modules": ["q_proj"], "use_dora": True}, "DoRA"),
+        ({"target_modules": ["q_proj"], "lora_bias": True}, "LoRA bias"),
+        ({"target_modules": ["q_proj"], "lora_dropout": 0.1}, "dropout"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "output layer is a"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("trained", [True, False])
+def test_adapters_without_a_lean_path_are_refused_by_name_whether_trained_or_not(given, said, trained):
+    model = get_peft_model(tiny_network("llama"), LoraConfig(r=4, task_type="CAUSAL_LM", **given))
+    if not trained:
+        model.requires_grad_(False)
+    with pytest.raises(ModelError, match=said):
+        make_lean(model)
+
+
+def test_all_linears_and_scaled_ranks_are_admitted():
+    for given in ({"target_modules": "all-linear"}, {"target_modules": ["q_proj", "down_proj"], "use_rslora": True}):
+        settings = LoraConfig(r=4, lora_alpha=3, task_type="CAUSAL_LM", **given)
+        stock, lean = (get_peft_model(tiny_network("llama"), settings) for _ in range(2))
+        for each in (stock, lean):
+            randomize_adapter(each)
+        ids = torch.randint(0, 211, (1, 30), generator=torch.Generator().manual_seed(1))
+        for each in (stock, make_lean(lean, tile_tokens=16)):
+            each(input_ids=ids, labels=ids).loss.backward()
+        wanted = {name: p.grad for name, p in stock.named_parameters() if p.requires_grad}
+        found = {name: p.grad for name, p in lean.named_parameters() if p.requires_grad}
+        assert found.keys() == wanted.keys()
+        assert all(float((found[name] - wanted[name]).norm()) <= 1e-5 * float(wanted[name].norm()) for name in wanted)
 
 
 @pytest.mark.parametrize(

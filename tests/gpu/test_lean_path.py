@@ -16,13 +16,17 @@ from tests.gpu.lean_models import VOCABULARY, errors, generic_model, lean_model,
 from tests.gpu.test_gpu_tier import _a_device_is_there  # noqa: F401 - an autouse fixture
 from transformers import Trainer, TrainingArguments, default_data_collator
 
+from traceforge.config import MemorySettings, OptimizerSettings
 from traceforge.memory import layer_maths
 from traceforge.memory.offload import Lanes
+from traceforge.memory.recompute import recompute_layers
 from traceforge.memory.weights import Nf4Weight
 from traceforge.models import kernels, layer_parts
 from traceforge.models.drop_in import make_lean
 from traceforge.models.lean import LeanOptions
 from traceforge.samples.tokens import Sample
+from traceforge.training import offloaded_adamw
+from traceforge.training.optimizer import build_optimizer
 
 pytestmark = pytest.mark.gpu
 
@@ -173,6 +177,38 @@ def test_thirty_updates_follow_the_loss_of_stock_transformers_and_hold_no_memory
     assert max(map(abs, deviations)) <= 2e-2
     assert abs(statistics.mean(deviations)) <= 5e-3
     assert abs(allocated[29] / allocated[4] - 1) <= 0.01
+
+
+def test_layer_inputs_on_the_host_change_nothing_on_the_generic_path():
+    samples = SETS["a tree of several forks"](0)
+    wanted = stock_update(network_of("qwen3", torch.float32, nf4=True), samples)
+    found = []
+    for on_host in (False, True):
+        model = generic_model(network_of("qwen3", torch.bfloat16, nf4=True), torch.bfloat16)
+        store = model.input_store(MemorySettings(recompute_layers=True, offload_inputs=True)) if on_host else None
+        recompute_layers(model.base.base_model.layers, store)
+        found.append(errors(lean_update(model, samples), wanted))
+    assert found[1][0] == pytest.approx(found[0][0], rel=0.05)
+    assert found[1][1] == pytest.approx(found[0][1], rel=0.05)
+
+
+def test_moments_on_the_host_give_the_updates_of_adamw(monkeypatch):
+    monkeypatch.setattr(offloaded_adamw, "WINDOW_WEIGHTS", 50_000)
+    weights = []
+    for offload in (False, True):
+        generator = torch.Generator("cuda").manual_seed(0)
+        shapes = ((300, 70), (40,), (500, 90), (64, 64), (200, 200))
+        named = [
+            (str(n), torch.nn.Parameter(torch.randn(s, device="cuda", generator=generator)))
+            for n, s in enumerate(shapes)
+        ]
+        optimizer = build_optimizer(named, OptimizerSettings(weight_decay=0.1, offload_state=offload))
+        for _ in range(5):
+            for _, parameter in named:
+                parameter.grad = torch.randn(parameter.shape, device="cuda", generator=generator)
+            optimizer.step()
+        weights.append(torch.cat([parameter.detach().flatten() for _, parameter in named]))
+    assert float((weights[1] - weights[0]).norm() / weights[0].norm()) <= 1e-6
 
 
 def test_the_start_up_trial_takes_the_faster_kernel():

@@ -60,6 +60,8 @@ def test_its_plan_names_scripts_and_jobs_that_exist(benchmark):
     (only,) = benchmark["gpu"].chosen(planned, ["ours, streamed"], ["pair"])
     assert [job["name"] for job in only.jobs] == ["pair"]
     assert benchmark["gpu"].chosen(planned, None, None) == planned
+    ordered = benchmark["gpu"].chosen(planned, ["unsloth", "ceilings"], ["branch"])
+    assert [process.name for process in ordered] == ["unsloth", "ceilings"]
 
 
 def test_busy_time_is_the_union_of_kernels(benchmark):

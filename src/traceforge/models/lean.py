@@ -48,21 +48,25 @@ class LeanOptions:
 def why_not_lean(network: nn.Module) -> str | None:
     """Return why a model, adapter included, has no lean path, or None."""
     base = _base_of(network)
-    config = base.config
-    if config.model_type not in FAMILIES:
-        return f"{config.model_type} has no lean layers (families that have: {', '.join(FAMILIES)})"
-    if (refusal := attention.why_not_rows(config)) is not None:
+    if base.config.model_type not in FAMILIES:
+        return f"{base.config.model_type} has no lean layers (families that have: {', '.join(FAMILIES)})"
+    if (refusal := attention.why_not_rows(base.config) or _why_not_shape(base)) is not None:
         return refusal
-    if config.hidden_act != "silu":
-        return f"activation {config.hidden_act!r}: its MLP is not SwiGLU"
-    size = _head_size(config)
-    turned = 2 * base.base_model.rotary_emb.inv_freq.numel()
-    if size % 8:
-        return f"heads of {size} values: attention kernels want a multiple of 8"
-    if turned != size:
-        return f"RoPE turns {turned} of {size} values of a head"
+    for name, table in (("embedding", base.get_input_embeddings()), ("output layer", base.get_output_embeddings())):
+        if type(table) not in (nn.Embedding, nn.Linear):  # an adapter, or a copy to be trained, would be passed over
+            return f"the {name} is a {type(table).__name__}"
     refusals = (_why_not_linear(name, module) for name, module in _linears(base))
     return next((each for each in refusals if each is not None), None) or _why_not_trained(network, base)
+
+
+def _why_not_shape(base: Any) -> str | None:
+    size = _head_size(base.config)
+    turned = 2 * base.base_model.rotary_emb.inv_freq.numel()
+    if base.config.hidden_act != "silu":
+        return f"activation {base.config.hidden_act!r}: its MLP is not SwiGLU"
+    if size % 8:
+        return f"heads of {size} values: attention kernels want a multiple of 8"
+    return None if turned == size else f"RoPE turns {turned} of {size} values of a head"
 
 
 def _why_not_linear(name: str, module: nn.Module) -> str | None:

@@ -12,7 +12,7 @@ from tests.dataset_stubs import assistant, settings_for, trajectory, user, write
 
 from traceforge.samples.build import build_sft
 from traceforge.samples.dataset import load_samples
-from traceforge.samples.inspection import run_inspect
+from traceforge.samples.inspection import inspection_settings, run_inspect
 from traceforge.samples.row_samples import instruction_prompt
 from traceforge.samples.tokenizer import load_tokenizer
 from traceforge.trajectories.record import Message, ToolCall
@@ -64,7 +64,8 @@ def test_a_chat_sample_is_what_the_template_says_of_its_trl_row(folder, tokenize
 
 
 def test_a_transcript_sample_reads_exactly_as_the_contract_defines(folder, model, capsys) -> None:
-    run_inspect(str(folder), model=str(model), overrides=["data.rendering=transcript"], sample="run-1#1", raw=True)
+    config = inspection_settings(str(folder), model=str(model), overrides=["data.rendering=transcript"])
+    run_inspect(str(folder), config, sample="run-1#1", raw=True)
     assert capsys.readouterr().out == (
         "<|im_start|>system\nYou are learning from a debug trajectory.<|im_end|>\n"
         "<|im_start|>user\n"
