@@ -165,6 +165,21 @@ def main() -> None:
 
     options.out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
+
+    def save(**more: Any) -> None:
+        """Write what is known so far: a call that is ended early leaves the rows that it measured."""
+        record = {
+            "taken": datetime.now(UTC).isoformat(timespec="seconds"),
+            "card": card,
+            "torch": torch.__version__,
+            "limits": {"above": MOST_ABOVE, "below": MOST_BELOW},
+            "rows": rows,
+            "failures": failures,
+            "doctor": doctor.get("counts"),
+            **more,
+        }
+        (options.out / "plan.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
     card = torch.cuda.get_device_name(0)
     source, cards = watched_card()
     sampler = Sampler(options.out, source, cards)
@@ -184,23 +199,14 @@ def main() -> None:
                     rows.append(beside_plan(found, checkpoint, card))
                 else:
                     failures.append(found)
+            save()
             energy = sampler.energy_j(begun, time.monotonic())
             print(
                 f"{placement}: {time.monotonic() - begun:.0f} s, energy {energy if energy is None else round(energy)} J"
             )
     sampler.stop()
     power = sampler.cards_series[0].summary("power_draw_w") if sampler.cards_series else None
-    record = {
-        "taken": datetime.now(UTC).isoformat(timespec="seconds"),
-        "card": card,
-        "torch": torch.__version__,
-        "limits": {"above": MOST_ABOVE, "below": MOST_BELOW},
-        "rows": rows,
-        "failures": failures,
-        "power_w": None if power is None else {"mean": power.mean, "peak": power.peak, "samples": power.samples},
-        "doctor": doctor.get("counts"),
-    }
-    (options.out / "plan.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    save(power_w=None if power is None else {"mean": power.mean, "peak": power.peak, "samples": power.samples})
     for row in rows:
         print(
             f"{row['name']:<12} {row['placement']:<9} planned {row['planned_gib']:6.2f} GiB, measured "

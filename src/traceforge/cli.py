@@ -109,7 +109,7 @@ def build_pairs(  # noqa: PLR0913 - one parameter per option
         typer.Option(
             "--pair",
             metavar="A|B",
-            help="Prefer trajectory or turn (ID#TURN) A to B; or a file with one pair a line. Repeatable.",
+            help="Prefer trajectory or turn (ID#TURN) A to B; or a .jsonl of {chosen, rejected}. Repeatable.",
         ),
     ] = None,
     expand: Annotated[

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+_SAMPLES_PER_UPDATE = 4
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -195,7 +196,7 @@ class TrainingSettings(_Section):
 
     updates: int | None = Field(None, ge=1)
     passes: int | None = Field(None, ge=1)
-    samples_per_update: int = Field(4, ge=1)
+    samples_per_update: int = Field(_SAMPLES_PER_UPDATE, ge=1)
     """Least number of samples an update takes; whole groups are taken until it is reached."""
     pairs_per_update: int | None = Field(None, ge=1)
     """Preference objectives: the same in pairs; unset = 4."""
@@ -329,6 +330,17 @@ class RunConfig(_Section):
         if self.objective.method == "sft" and self.parallel.pairs == "branch_parallel":
             raise ValueError(
                 "parallel.pairs = 'branch_parallel' needs a preference objective, objective.method is 'sft'"
+            )
+        if self.adapter.dropout and self.model.attention in {"tree", "packed"}:
+            raise ValueError(
+                f"model.attention = {self.model.attention!r} cannot be honoured with adapter.dropout = "
+                f"{self.adapter.dropout}: samples that share computation would share what is dropped; "
+                "set adapter.dropout = 0 or model.attention = 'plain'"
+            )
+        if self.objective.method != "sft" and self.training.samples_per_update != _SAMPLES_PER_UPDATE:
+            raise ValueError(
+                f"training.samples_per_update counts samples, objective.method is {self.objective.method!r}; "
+                "use training.pairs_per_update"
             )
         if self.parallel.pairs == "branch_parallel" and self.adapter.dropout:
             raise ValueError("parallel.pairs = 'branch_parallel' needs adapter.dropout = 0: its ranks must agree")

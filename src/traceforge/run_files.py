@@ -76,6 +76,11 @@ def _explain(problem: Any) -> str:
     name = ".".join(keys)
     if problem["type"] == "extra_forbidden":
         guess = closest(keys[-1], _known_names(path[:-1]))
+        others = [method for method, each in _members(_annotation(path[:1])).items() if keys[-1] in each.model_fields]
+        if others:
+            return (
+                f"{name} is a setting of {keys[0]}.method = '{others[0]}', not of '{path[1]}'; take it out of the file"
+            )
         return f"unknown setting {name}" + (f" (did you mean {'.'.join([*keys[:-1], guess])}?)" if guess else "")
     if problem["type"] == "missing":
         return f"missing setting {name}"

@@ -133,6 +133,7 @@ def test_a_planted_difference_of_an_sft_run_is_seen_too(traceforge, run_file):
         (["--with", "trl", "--set", "parallel.pairs=branch_parallel"], "parallel.pairs"),
         (["--with", "trl", "--oracle-set", "data.max_tokens=64"], "--oracle-set data"),
         (["--with", "trl", "--oracle-set", "training.seed=1"], "--oracle-set training"),
+        (["--with", "trl", "--oracle-set", "model.dtype=bfloat16"], "--oracle-set model"),
         (["--with", "trl", "--oracle-set", "objective.betta=3"], "objective.betta"),
         (["--with", "trl", "--updates", "0"], "--updates"),
     ],

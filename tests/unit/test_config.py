@@ -154,3 +154,19 @@ def test_settings_of_two_paths_through_the_layers_exclude_each_other(changes, na
     with pytest.raises(ConfigError) as caught:
         parse_run(raw, source="run.toml")
     assert all(name in str(caught.value) for name in named)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["adapter.dropout=0.1", "model.attention=tree"], "model.attention = 'tree' cannot be honoured"),
+        (["objective.method=simpo", "training.samples_per_update=8"], "use training.pairs_per_update"),
+        (
+            ["objective.method=dpo", "objective.gamma_beta_ratio=0.5"],
+            "a setting of objective.method = 'simpo', not of 'dpo'",
+        ),
+    ],
+)
+def test_settings_of_another_method_and_shared_dropout_are_refused_by_name(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_run({"model": {"name_or_path": "m"}, "data": {"train": "d"}}, source="run.toml", overrides=overrides)

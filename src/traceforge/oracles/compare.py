@@ -50,6 +50,12 @@ FILE_NAME = "compare.json"
 _MAY_DIFFER = ("objective", "optimizer", "schedule")
 """Sections that an oracle is told of; everything else is one and the same object on both sides."""
 
+_PLANT = f"plant a difference in {', '.join(_MAY_DIFFER)}, for example --oracle-set objective.beta=3"
+
+
+def _same_on_both_sides(section: str) -> str:
+    return f"--oracle-set {section}: tokens, masks and weights are the same on both sides"
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -105,6 +111,10 @@ def compare(
     console = console or Console(stderr=True)
     asked = load_run_file(run_file, overrides)
     config = compared_settings(asked, updates=updates)
+    for override in oracle_overrides:
+        section = override.split(".", 1)[0].strip()
+        if section not in _MAY_DIFFER:
+            raise UsageError(_same_on_both_sides(section), hint=_PLANT)
     told = compared_settings(load_run_file(run_file, [*overrides, *oracle_overrides]), updates=updates)
     check_comparison(config, told, oracle)
     location = locate_model(config.model.name_or_path, config.model.revision)
@@ -156,10 +166,7 @@ def check_comparison(config: RunConfig, told: RunConfig, oracle: str) -> None:
     others = [name for name in RunConfig.model_fields if name not in _MAY_DIFFER]
     differing = [name for name in others if getattr(config, name) != getattr(told, name)]
     if differing:
-        raise UsageError(
-            f"--oracle-set {differing[0]}: tokens, masks and weights are the same on both sides",
-            hint=f"plant a difference in {', '.join(_MAY_DIFFER)}, for example --oracle-set objective.beta=3",
-        )
+        raise UsageError(_same_on_both_sides(differing[0]), hint=_PLANT)
     method = config.objective.method
     if told.objective.method != method:
         raise UsageError(f"--oracle-set objective.method={told.objective.method}: the run's is {method!r}")

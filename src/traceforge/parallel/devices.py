@@ -19,6 +19,28 @@ _UUID = re.compile(r"(GPU|MIG)-\S+")
 _SHARE = "for a trial on one card allow it by name: --set parallel.shared_device=true"
 
 
+def check_rank_environment(environment: Mapping[str, str]) -> None:
+    """Refuse an environment that half says this process is one of several ranks: it would silently train alone.
+
+    Raises:
+        ConfigError: it names the variable that is missing or is no number, and what to do.
+    """
+    size = environment.get("WORLD_SIZE")
+    if not size or size == "1":
+        return
+    start = "start ranks with --ranks, --gpus or torchrun, or unset WORLD_SIZE to train in one process"
+    missing = [name for name in _RANK_VARIABLES if not environment.get(name)]
+    if missing:
+        raise ConfigError(f"WORLD_SIZE is {size}, but {' and '.join(missing)} is not set", hint=start)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        if name in environment and not _INDEX.fullmatch(environment[name]):
+            raise ConfigError(f"{name} is {environment[name]!r}, not a number", hint=start)
+    if int(size) < 1 or int(environment["RANK"]) >= int(size):
+        raise ConfigError(
+            f"RANK is {environment['RANK']}, WORLD_SIZE is {size}: ranks count from 0 below it", hint=start
+        )
+
+
 def is_rank(environment: Mapping[str, str]) -> bool:
     """Return whether this process was started as one of several ranks (by us, torchrun or by hand)."""
     return all(environment.get(name) for name in _RANK_VARIABLES) and environment["WORLD_SIZE"] != "1"

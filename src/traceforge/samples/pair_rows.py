@@ -1,8 +1,8 @@
 """Preference rows to two conversations with one prompt: TRL-style rows and OpenAI preference rows.
 
-TRL      `prompt`, `chosen`, `rejected`, each text, one message or a list of messages, and `tools`. A side may repeat
-         the prompt. Without a prompt, it is the longest common run of whole messages. Text is one message: the user's
-         as a prompt, the assistant's as a side.
+TRL      `prompt`, `chosen`, `rejected`, each text, one message or a list of messages, and `tools`. A side that is
+         messages may repeat those of the prompt. Without a prompt, it is the longest common run of whole messages.
+         Text is one message: the user's as a prompt, the assistant's as a side, and then the reply alone.
 OpenAI   `input: {messages, tools}`, `preferred_output`, `non_preferred_output`.
 Same     Messages and tools are read as `traceforge ingest` reads them, so a history means the same to every objective.
 Beside   `pair_id` or `id` names the pair; `task_id`, `instance_id` or `prompt_id` its task; `group` or `trajectory_id`
@@ -84,6 +84,8 @@ def read_pair_row(row: dict[str, Any], notes: Counter[str]) -> PreferenceRow:
             prompt, tools = _openai_input(row.get("input"), notes)
             sides, read = ("preferred_output", "non_preferred_output"), _OPENAI_KEYS
         chosen, rejected, prompt_messages = _conversations(prompt, row[sides[0]], row[sides[1]])
+        if isinstance(prompt, str) and prompt and all(_begins_with_text(row[side], prompt) for side in sides):
+            notes["replies_begin_with_prompt_text"] += 1
         schemas = read_tools(tools, notes)
     except Refused as refused:
         raise PairRefused(refused.reason, refused.detail) from refused
@@ -138,7 +140,8 @@ def _behind(prompt: Sequence[Message], side: Sequence[Message], name: str, promp
     first = side[0].role if side else None
     ends = (prompt[0], prompt[-1])
     repeats = first not in (None, "assistant") and any(same_messages(side[0], message) for message in ends)
-    if first == "system" or repeats or (first == "user" and prompt_is_text):
+    answers_nobody = first == "user" and (prompt_is_text or prompt[-1].role != "assistant")
+    if first == "system" or repeats or answers_nobody:
         raise PairRefused(
             "prompt_contradicts_sides", f"{name} begins with a {first} message, but not with the whole prompt"
         )
@@ -147,6 +150,11 @@ def _behind(prompt: Sequence[Message], side: Sequence[Message], name: str, promp
 
 def _begins_with(side: Sequence[Message], prompt: Sequence[Message]) -> bool:
     return len(side) >= len(prompt) and all(map(same_messages, side, prompt))
+
+
+def _begins_with_text(side: object, prompt: str) -> bool:
+    """Whether a side that is text begins with the prompt's text: a reply may, so it is only counted."""
+    return isinstance(side, str) and side.startswith(prompt)
 
 
 def _messages(held: object, name: str, role_of_text: str) -> list[Message]:

@@ -14,8 +14,8 @@ from traceforge.evidence.rank_record import RankRecord, write_rank_record
 from traceforge.evidence.recorder import create_run_folder
 from traceforge.evidence.schema import Failure
 from traceforge.parallel.child import RUN_FOLDER, STARTED_BY, settle_in, speak_to
-from traceforge.parallel.devices import claim_device, is_rank
-from traceforge.parallel.meeting import meet
+from traceforge.parallel.devices import check_rank_environment, claim_device, is_rank
+from traceforge.parallel.meeting import MEETING_TIMEOUT_S, meet
 from traceforge.parallel.world import World
 
 
@@ -48,6 +48,7 @@ def join(config: RunConfig) -> tuple[World, Path]:
 
 def _meet(config: RunConfig) -> World:
     settings = config.parallel
+    check_rank_environment(os.environ)
     if is_rank(os.environ) and STARTED_BY not in os.environ:  # torchrun shows every rank all cards
         claim_device(
             os.environ,
@@ -61,6 +62,7 @@ def _meet(config: RunConfig) -> World:
         backend=settings.backend,
         branch_parallel=settings.pairs == "branch_parallel",
         shared_device=settings.shared_device,
+        meeting_timeout_s=min(MEETING_TIMEOUT_S, settings.exchange_timeout_s),
         exchange_timeout_s=settings.exchange_timeout_s,
     )
     if world.size > 1 and config.adapter.dropout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from traceforge.errors import ConfigError
-from traceforge.parallel.devices import choose_devices, claim_device, visible_devices
+from traceforge.parallel.devices import check_rank_environment, choose_devices, claim_device, visible_devices
 
 A, B = "GPU-aaaa1111-0000", "GPU-bbbb2222-0000"
 
@@ -100,3 +100,28 @@ def test_ranks_of_torchrun_may_share_cards_only_by_name():
         claimed("0,1", rank=2, size=3)
     assert claimed("0,1", rank=2, size=3, shared=True) == "0"
     assert claimed(None, rank=3, size=4, shared=True, num_gpus=2) == "1"
+
+
+WHOLE = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"RANK": "0"}, WHOLE])
+def test_an_environment_of_one_process_or_of_a_whole_rank_is_taken(environment):
+    check_rank_environment(environment)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"MASTER_ADDR": ""}, "WORLD_SIZE is 2, but MASTER_ADDR is not set"),
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x', not a number"),
+        ({"RANK": "zero"}, "RANK is 'zero', not a number"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x', not a number"),
+        ({"RANK": "5"}, "RANK is 5, WORLD_SIZE is 2"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0"),
+    ],
+)
+def test_half_of_a_rank_is_refused_by_the_variable_s_name(changes, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        check_rank_environment(WHOLE | changes)
+    assert "--ranks" in str(refused.value)

@@ -79,7 +79,7 @@ def test_every_row_that_is_no_pair_is_counted_with_its_line(tmp_path: Path) -> N
         2: "truncated_json",
         3: "identical_sides",
         4: "empty_side",
-        5: "no_assistant_turn",
+        5: "prompt_contradicts_sides",
         6: "no_common_beginning",
         7: "no_common_beginning",
         8: "no_prompt",

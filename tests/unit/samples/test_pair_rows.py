@@ -160,6 +160,10 @@ REFUSED = [
     ("prompt_contradicts_sides", {"prompt": [system(), user()], "chosen": [user(), assistant()], "rejected": "y"}),
     (
         "prompt_contradicts_sides",
+        {"prompt": [user("Q")], "chosen": [user("Q\n"), assistant()], "rejected": [user("Q\n"), assistant("y")]},
+    ),
+    (
+        "prompt_contradicts_sides",
         {
             "prompt": [user(), assistant(tool_calls=[call(None)])],
             "chosen": [result("c1"), assistant("x")],
@@ -184,6 +188,15 @@ def test_a_row_that_is_no_pair_is_refused_with_its_reason(code: str, row: dict[s
         read(**row)
     assert refused.value.code == code
     assert refused.value.detail
+
+
+def test_text_is_the_reply_alone_also_where_it_begins_as_the_prompt_which_is_counted() -> None:
+    notes: Counter[str] = Counter()
+    row = read_pair_row({"prompt": "Q?\nA:", "chosen": "Q?\nA: yes", "rejected": "Q?\nA: no"}, notes)
+    assert texts(row.chosen) == ["user: Q?\nA:", "assistant: Q?\nA: yes"]
+    assert notes == {"replies_begin_with_prompt_text": 1}
+    read_pair_row({"prompt": "Hi", "chosen": "Hi you", "rejected": "no"}, notes)
+    assert notes.total() == 1
 
 
 def test_a_reply_that_is_json_stays_text() -> None:
