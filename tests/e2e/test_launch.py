@@ -133,7 +133,7 @@ def test_a_killed_rank_ends_its_run_with_true_evidence_and_a_signal_saves_the_ot
 
 def test_settings_that_no_ranks_can_honour_are_refused_before_any_starts(traceforge, run_file, monkeypatch):
     for arguments, message in (
-        (["--gpus", "0"], "there is no GPU 0, 0 can be seen"),
+        (["--gpus", "0"], "--gpus 0: no GPU can be seen"),
         (["--ranks", "2", "--dry-run"], "--dry-run registers the protocol in one process"),
         (["--ranks", "2", "--set", "parallel.pairs=branch_parallel"], "needs a preference objective"),
         (["--ranks", "2", "--set", "parallel.backend=mpi"], "parallel.backend"),

@@ -140,14 +140,17 @@ def claim_device(
 def _named(entry: str, asked: str, names: tuple[str, ...], visible: tuple[str, ...] | None) -> str:
     """Return the CUDA name of one entry of --gpus."""
     seen = f"{len(names)} can be seen{_because(visible)}"
+    if not names:
+        raise ConfigError(
+            f"{asked}: no GPU can be seen{_because(visible)}",
+            hint="see `nvidia-smi -L` and `traceforge doctor`; --ranks N without --gpus runs on the CPU",
+        )
     if _INDEX.fullmatch(entry):
         if int(entry) >= len(names):
             raise ConfigError(f"{asked}: there is no GPU {entry}, {seen}", hint="GPUs are counted from 0")
         return names[int(entry)]
     if not _UUID.fullmatch(entry):
         raise ConfigError(f"{asked}: {entry!r} is neither a number nor a UUID", hint="--gpus 0,1 or --gpus GPU-1f2e...")
-    if not names:
-        raise ConfigError(f"{asked}: there is no GPU {entry}, {seen}", hint="see `nvidia-smi -L`")
     if visible is None:
         return entry
     if any(_INDEX.fullmatch(name) for name in names):

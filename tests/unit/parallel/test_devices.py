@@ -62,7 +62,7 @@ def test_each_rank_gets_the_card_it_was_promised(asked, expected):
         ({"ranks": 3, "num_gpus": 2}, "--ranks 3: 3 ranks need 3 GPUs, 2 can be seen"),
         ({"ranks": 2, "visible": ("5",), "num_gpus": 1}, r"1 can be seen \(CUDA_VISIBLE_DEVICES=5\)"),
         ({"gpus": "0,2", "num_gpus": 2}, "there is no GPU 2, 2 can be seen"),
-        ({"gpus": "0", "num_gpus": 0}, "there is no GPU 0, 0 can be seen"),
+        ({"gpus": "0", "num_gpus": 0}, "--gpus 0: no GPU can be seen"),
         ({"gpus": "5", "visible": ("5", "7"), "num_gpus": 2}, "there is no GPU 5"),
         ({"gpus": "0,0", "num_gpus": 2}, r"two ranks on one card \(0\)"),
         ({"gpus": "0,1", "ranks": 3, "num_gpus": 4}, "--gpus 0,1 and --ranks 3 contradict each other"),
@@ -71,7 +71,7 @@ def test_each_rank_gets_the_card_it_was_promised(asked, expected):
         ({"gpus": "GPU-aaaa", "visible": ("0", "1"), "num_gpus": 2}, "by UUID, CUDA_VISIBLE_DEVICES=0,1 by number"),
         ({"gpus": "first", "num_gpus": 2}, "'first' is neither a number nor a UUID"),
         ({"gpus": "0,", "num_gpus": 2}, "'' is neither"),
-        ({"gpus": "GPU-aaaa", "num_gpus": 0}, "there is no GPU GPU-aaaa"),
+        ({"gpus": "GPU-aaaa", "num_gpus": 0}, "--gpus GPU-aaaa: no GPU can be seen"),
     ],
 )
 def test_a_card_that_cannot_be_had_is_refused_by_name_with_the_way_out(asked, message):
