@@ -28,6 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from gpu_shapes import SHAPES
 from traceforge.config import AdapterSettings
 from traceforge.models import attention, block_sparse
 from traceforge.models.adapters import add_adapter
@@ -39,17 +40,7 @@ from traceforge.samples.rows import attention_pieces
 from traceforge.samples.tokens import Sample
 from traceforge.training.update import backward, plan_update
 
-SHAPE_06B = {
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131_072,
-    "tie_word_embeddings": True,
-}
+SHAPE_06B: dict[str, object] = dict(SHAPES["qwen3-0.6b"])
 
 
 def trajectory(turns: int, total: int, *, vocabulary: int, drops_reasoning: bool, seed: int = 0) -> list[Sample]:

@@ -13,6 +13,7 @@ from tests.equivalence import test_pairs_against_plain_branches as pair_tests
 from tests.equivalence.test_trees_against_plain_samples import CASES
 from tests.tiny_models import gradients, random_samples, reference_gradients, tiny_language_model
 
+from traceforge import lean_sizes
 from traceforge.memory import layer_maths
 from traceforge.memory.folded_linear import AdapterGradients
 from traceforge.memory.offload import ActivationStore
@@ -103,7 +104,7 @@ def test_accumulated_rows_give_the_update_of_plain_samples():
 @pytest.mark.parametrize("recompute_attention", [False, True])
 def test_heads_taken_in_several_passes_give_the_same(monkeypatch, key_heads, passes, recompute_attention):
     """A layer's input is then let go of in between and comes a second time."""
-    monkeypatch.setattr(layer_parts, "_FULL_PASS", 1)
+    monkeypatch.setattr(lean_sizes, "FULL_PASS", 1)
     brought = []
     real = ActivationStore.bring_again
     monkeypatch.setattr(ActivationStore, "bring_again", lambda *a: brought.append(a[1]) or real(*a))

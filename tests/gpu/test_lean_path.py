@@ -16,12 +16,13 @@ from tests.gpu.lean_models import VOCABULARY, errors, generic_model, lean_model,
 from tests.gpu.test_gpu_tier import _a_device_is_there  # noqa: F401 - an autouse fixture
 from transformers import Trainer, TrainingArguments, default_data_collator
 
+from traceforge import lean_sizes
 from traceforge.config import MemorySettings, OptimizerSettings
 from traceforge.memory import layer_maths
 from traceforge.memory.offload import Lanes
 from traceforge.memory.recompute import recompute_layers
 from traceforge.memory.weights import Nf4Weight
-from traceforge.models import kernels, layer_parts
+from traceforge.models import kernels
 from traceforge.models.drop_in import make_lean
 from traceforge.models.lean import LeanOptions
 from traceforge.samples.tokens import Sample
@@ -108,7 +109,7 @@ def test_in_float32_it_equals_the_reference():
 
 
 def test_no_result_depends_on_timing_or_on_old_bytes(monkeypatch):
-    monkeypatch.setattr(layer_parts, "_FULL_PASS", 1)  # four passes: inputs come back twice
+    monkeypatch.setattr(lean_sizes, "FULL_PASS", 1)  # four passes: inputs come back twice
     samples = SETS["a tree of several forks"](0)
     wanted = stock_update(network_of("qwen3", torch.float32, nf4=True), samples)
     model = lean_model(network_of("qwen3", torch.bfloat16, nf4=True), torch.bfloat16, MODES["streamed"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 import traceforge
@@ -19,6 +19,7 @@ from traceforge.evidence.masks import mask_views
 from traceforge.evidence.run_record import RunRecord, load_run
 from traceforge.evidence.storage import write_whole
 from traceforge.evidence.summaries import summarize_updates
+from traceforge.pages import page_environment
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _FILTERS = (
@@ -98,14 +99,7 @@ def _page(run: RunRecord) -> dict[str, Any]:
 
 
 def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    environment = page_environment(_TEMPLATES)
     for write in _FILTERS:
         environment.filters[write.__name__] = write
     environment.filters["drawn"] = Markup  # only for SVG that charts.py made and the style sheet of this package

@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from traceforge import lean_sizes
+from traceforge.lean_sizes import key_heads_per_pass
 from traceforge.memory.folded_linear import FoldedLinear
 from traceforge.memory.offload import tiles_of
 from traceforge.memory.weights import FrozenWeight
 from traceforge.models.kernels import Task
-
-_FULL_PASS = 2**19
-"""Query heads x tokens that keep a card busy: attention's backward takes no more heads at a time than that needs."""
 
 
 class Norm(NamedTuple):
@@ -109,9 +108,6 @@ def plan_row(
 ) -> RowPass:
     """Return how a row runs, before anything is kept of it."""
     tokens = angles[0].shape[0]
-    per_key_head = shape.heads // shape.key_heads * tokens
-    together = min(shape.key_heads, max(1, -(-_FULL_PASS // per_key_head)))
-    while shape.key_heads % together:
-        together += 1
+    together = key_heads_per_pass(shape.heads, shape.key_heads, tokens, full_pass=lean_sizes.FULL_PASS)
     passes = [slice(start, start + together) for start in range(0, shape.key_heads, together)]
     return RowPass(tasks, *angles, tiles_of(tokens, tile_tokens), passes, recompute)

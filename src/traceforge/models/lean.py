@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from traceforge.errors import ModelError
+from traceforge.lean_sizes import RANK_MULTIPLE, SHORT_ROW_TOKENS
 from traceforge.memory.folded_linear import AdaptedLinear, FoldedLinear
 from traceforge.memory.host_table import HostTable
 from traceforge.memory.layer_maths import name_of_kernels
@@ -30,8 +31,6 @@ from traceforge.samples.rows import Path, attention_pieces
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
-_TENSOR_CORE_COLUMNS = 64
-_SHORT_ROW_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ class LeanNetwork:
     def _parts(self, layer: Any) -> LayerParts:
         block, mlp = layer.self_attn, layer.mlp
         narrow = self.device.type == "cuda" and self.dtype.itemsize == 2
-        multiple = _TENSOR_CORE_COLUMNS if narrow else 1
+        multiple = RANK_MULTIPLE if narrow else 1
 
         def folded(*modules: nn.Module) -> FoldedLinear:
             return FoldedLinear([_adapted(each) for each in modules], self.dtype, rank_multiple=multiple)
@@ -210,7 +209,7 @@ class LeanNetwork:
 
     def hidden_states(self, token_ids_T: Tensor, depths_T: Tensor, tasks: tuple[Task, ...]) -> Tensor:
         """Return the hidden states [T, D] of a row after the last layer, before the final norm."""
-        if token_ids_T.shape[0] <= _SHORT_ROW_TOKENS:  # a longer one hides the copy's time, and needs the room itself
+        if token_ids_T.shape[0] <= SHORT_ROW_TOKENS:  # a longer one hides the copy's time, and needs the room itself
             self.output.prefetch(self.lanes)
         with torch.autocast(self.device.type, enabled=False):
             hidden_TD = self.embedding.rows(token_ids_T).to(self.dtype)

@@ -15,17 +15,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from traceforge.lean_sizes import RANK_MULTIPLE, SHORT_ROW_TOKENS, key_heads_per_pass
 from traceforge.planning.budget import CPU_PROCESS, CUDA_PROCESS
 from traceforge.planning.ledger import LOADING, Ledger, Moment, Part, moment
-from traceforge.planning.setup import RANK_MULTIPLE, Setup
+from traceforge.planning.setup import Setup
 from traceforge.samples.model_shape import ModelShape
 
 _PAGE = 4096
-_FULL_PASS = 2**18
-"""As the layers have it: query heads x tokens that attention's backward takes at one time."""
-_PASSES_OF_A_LONG_ROW = 2
-_SHORT_ROW_TOKENS = 8192
-"""As `models/lean.py`: the output layer of a row no longer than this comes while its layers run."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +110,10 @@ def _angles(shape: ModelShape, setup: Setup) -> int:
 
 def _forward(shape: ModelShape, setup: Setup, ranks: _Ranks, rectangles: bool) -> dict[Part, int]:
     t, b = setup.row_tokens, setup.value_bytes
-    heads = _pass(shape, t) if rectangles else shape.key_value_heads
+    heads = key_heads_per_pass(shape.heads, shape.key_value_heads, t) if rectangles else shape.key_value_heads
     q, k = heads * shape.heads // shape.key_value_heads * shape.head_size, heads * shape.head_size
     projected = shape.queries + 2 * shape.keys + ranks.qkv
-    comes_early = setup.device == "cuda" and t <= _SHORT_ROW_TOKENS
+    comes_early = setup.device == "cuda" and t <= SHORT_ROW_TOKENS
     output = shape.vocabulary * shape.hidden * b if comes_early else 0
     merged = 4 * q if rectangles else 0  # wide sums of the queries that several rectangles share
     return {
@@ -181,7 +177,7 @@ def _attention(shape: ModelShape, setup: Setup, ranks: _Ranks, rectangles: bool)
     b, d, q, k = setup.value_bytes, shape.hidden, shape.queries, shape.keys
     t = setup.row_tokens
     projected = q + 2 * k + ranks.qkv
-    key_heads = _pass(shape, t)
+    key_heads = key_heads_per_pass(shape.heads, shape.key_value_heads, t)
     pass_q = key_heads * shape.heads // shape.key_value_heads * shape.head_size
     pass_k = key_heads * shape.head_size
     kernel = 2 * (pass_q + pass_k) + pass_k  # q, k after RoPE; dq, dk, dv
@@ -189,9 +185,9 @@ def _attention(shape: ModelShape, setup: Setup, ranks: _Ranks, rectangles: bool)
     if rectangles:
         kernel += pass_q + 2 * pass_k  # the part of one rectangle beside the sum over all
         wide += 2 * 4 * pass_k
-    is_long = shape.key_value_heads // key_heads >= _PASSES_OF_A_LONG_ROW
+    lets_go_of_x = key_heads < shape.key_value_heads  # several passes: it comes again after the first half of them
     return {
-        "activations": (1 if is_long else 2) * t * d * b,
+        "activations": (1 if lets_go_of_x else 2) * t * d * b,
         "attention": t * (2 * q + projected + kernel) * b + t * wide + 4 * shape.heads * t + _angles(shape, setup),
         "workspace": (projected * (d + ranks.qkv)) * b,
         "gradients": _sums(shape, ranks),
@@ -211,14 +207,6 @@ def _projection(shape: ModelShape, setup: Setup, ranks: _Ranks) -> dict[Part, in
         "gradients": _sums(shape, ranks),
         "weights": _streamed_blocks(shape, setup, 1),
     }
-
-
-def _pass(shape: ModelShape, tokens: int) -> int:
-    """Return the key heads that attention's backward takes at one time."""
-    together = min(shape.key_value_heads, max(1, -(-_FULL_PASS // (shape.heads // shape.key_value_heads * tokens))))
-    while shape.key_value_heads % together:
-        together += 1
-    return together
 
 
 def _pinned(shape: ModelShape, setup: Setup) -> dict[Part, int]:

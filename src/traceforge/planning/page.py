@@ -10,11 +10,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 import traceforge
 import traceforge.samples
 from traceforge.evidence.storage import write_whole
+from traceforge.pages import page_environment
 from traceforge.planning.ledger import PARTS
 from traceforge.planning.plan import Plan
 from traceforge.planning.rates import Estimate
@@ -84,23 +83,20 @@ def write_page(plan: Plan, path: Path, *, title: str, estimate: Estimate | None 
     Raises:
         StorageError: it cannot be written.
     """
-    environment = Environment(
-        loader=FileSystemLoader(_FOLDERS),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     book, parts = textbook_parts(plan), plan.ledger.peak.parts
     rows = [(part, gib(parts.get(part, 0)), gib(book.get(part, 0))) for part in PARTS if part in parts or part in book]
-    text = environment.get_template("plan.html.j2").render(
-        plan=plan,
-        title=title,
-        verdict=verdict(plan),
-        rows=[*rows, ("in all", gib(plan.ledger.peak.total), gib(plan.textbook.total))],
-        picture=picture_of(plan),
-        parameters=count(plan.shape.parameters()),
-        text=describe(plan, title=title, estimate=estimate),
-        version=traceforge.__version__,
+    text = (
+        page_environment(*_FOLDERS)
+        .get_template("plan.html.j2")
+        .render(
+            plan=plan,
+            title=title,
+            verdict=verdict(plan),
+            rows=[*rows, ("in all", gib(plan.ledger.peak.total), gib(plan.textbook.total))],
+            picture=picture_of(plan),
+            parameters=count(plan.shape.parameters()),
+            text=describe(plan, title=title, estimate=estimate),
+            version=traceforge.__version__,
+        )
     )
     write_whole(path, text.encode())

@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from traceforge.config import RunConfig
+from traceforge.lean_sizes import WINDOW_WEIGHTS
 from traceforge.samples.model_shape import ModelShape
 
 Device = Literal["cuda", "cpu"]
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NF4_BITS = 4
 _NF4_BLOCK, _NF4_OUTER_BLOCK = 64, 256
-RANK_MULTIPLE = 64
-"""On the lean path in 16 bits, the ranks of linears that share an input are padded to a multiple of this."""
-_WINDOW_WEIGHTS = 2**23
-"""As `training/offloaded_adamw.py`: weights whose moments are on the card at one time."""
 LARGEST_HEAP_BLOCK = 32 * 2**20
 """Where glibc's own limit stops growing (DEFAULT_MMAP_THRESHOLD_MAX of a 64-bit system)."""
 
@@ -80,7 +77,7 @@ class Setup:
         All weights at once on a card, or two windows of their moments; one weight after the other on the CPU.
         """
         if self.device == "cuda":
-            window = min(_WINDOW_WEIGHTS, self.trained_parameters(shape))
+            window = min(WINDOW_WEIGHTS, self.trained_parameters(shape))
             return (4 + 2 * self.moments_bytes) * window if self.moments_on_host else 4 * self.trained_parameters(shape)
         if self.rank is not None:
             return 4 * self.rank * shape.intermediate

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jinja2
 from rich.console import Console
 from rich.text import Text
 
 from traceforge.errors import StorageError
+from traceforge.pages import page_environment
 from traceforge.samples.tree_views import (
     cause_line,
     example_parts,
@@ -110,13 +110,7 @@ def write_page(template: str, path: Path, filters: Mapping[str, Callable[..., ob
     Raises:
         StorageError: the file cannot be written; nothing half-written is left.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_environment(Path(__file__).parent / "templates")
     environment.filters["visible"] = visible
     environment.filters.update(filters)
     page = environment.get_template(template).render(**values)

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from traceforge.lean_sizes import WINDOW_WEIGHTS
 from traceforge.memory.offload import Lanes
 from traceforge.memory.pinned import Slab, aligned
-
-WINDOW_WEIGHTS = 2**23
-"""Weights whose moments are on the device at one time; a larger parameter is a window of its own."""
 
 
 @dataclass
@@ -145,7 +143,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
 
 def _cut(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return runs of parameters of at most `WINDOW_WEIGHTS` weights each, in order."""
+    """Return runs of parameters of at most `WINDOW_WEIGHTS` weights, in order; a larger one is a run of its own."""
     windows: list[list[nn.Parameter]] = []
     held = 0
     for parameter in parameters:

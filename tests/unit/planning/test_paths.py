@@ -6,8 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from traceforge.config import LINEAR_MODULES
+from traceforge.lean_sizes import key_heads_per_pass
+from traceforge.models.layer_parts import LayerShape, plan_row
 from traceforge.planning.budget import Budget
 from traceforge.planning.generic_path import generic_ledger
 from traceforge.planning.lean_path import lean_ledger
@@ -92,7 +95,8 @@ def test_memory_grows_with_the_row_and_with_the_tile():
     def size(moment: str, setup: Setup) -> int:
         return next(each.total for each in lean_ledger(shape(), setup).moments if each.name == moment)
 
-    attention = [size("backward, attention", lean(tokens, streamed=True)) for tokens in (65536, 131072, 262144)]
+    # From 131,072 tokens on attention's backward takes one key head at a time, so that nothing else grows.
+    attention = [size("backward, attention", lean(tokens, streamed=True)) for tokens in (131072, 262144, 524288)]
     assert 2 * (attention[1] - attention[0]) == attention[2] - attention[1]
     mlp = {tile: size("backward, MLP", lean(tile_tokens=tile)) for tile in (2048, 4096, 8192)}
     # A tile holds o, a, norm, gate and up, dy, h with the ranks beside them: 53,568 values of 2 bytes.
@@ -175,3 +179,15 @@ def test_the_estimated_time_is_near_the_measured_one(tokens, seconds):
     assert found.seconds == pytest.approx(seconds, rel=0.12)
     assert found.energy_j is None
     assert estimate(shape(), lean(tokens), replace(KNOWN_CARDS["H200"], power_w=600.0)).energy_j > 600 * seconds / 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(1024, 8), (18489, 8), (32768, 4), (65536, 2), (131072, 1), (10**6, 1)]
+)
+def test_the_plan_and_the_layers_take_the_same_heads_at_a_time(tokens, expected):
+    """32 query heads on 8 key heads: 4 query heads a key head, passes of 2^19 query heads x tokens."""
+    assert key_heads_per_pass(32, 8, tokens) == expected
+    layers = LayerShape(hidden=8, heads=32, key_heads=8, head_size=4, mlp=8, scale=0.5)
+    angles = (torch.empty(tokens, 0), torch.empty(tokens, 0))
+    passes = plan_row(layers, (), angles, tile_tokens=4096, recompute=False).passes
+    assert {each.stop - each.start for each in passes} == {expected}
